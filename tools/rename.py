@@ -3,21 +3,26 @@
     python tools/rename.py                 # every table of tools/renames
     python tools/rename.py engine serving  # these tables only
 
-Copy this file and tools/renames/ into a checkout of the old names, run it there, commit, and merge: what both sides
-renamed is then the same text. Running it again changes nothing. It stays for one minor release. A table is a text file
-with a row a line; `#` begins a comment:
+Copy this file, rename_members.py and tools/renames/ into a checkout of the old names, run it there, commit, and merge:
+what both sides renamed is then the same text. Running it again changes nothing. It stays for one minor release. A table
+is a text file with a row a line; `#` begins a comment:
 
     move OLD NEW             a file or folder; imports, dotted names and paths that name it follow
     name OLD NEW [in GLOB…]  an identifier: in Python code, braces of f-strings, between backticks, Markdown's code
     var  OLD NEW in GLOB…    the same, but in Python code alone, and not after a dot: parameters and local variables
     word OLD NEW [in GLOB…]  a whole word wherever it stands, prose and data included
+    member OLD NEW of CLASS…  an attribute, method or field of a class, by its old name (`rename_members.py`)
+    keyword OLD NEW of CALL…  a keyword argument of functions or classes, by their old names
+    gone OLD of CLASS WORDS…  what no longer exists: each use is listed with these words, and nothing is changed
 
-Globs match paths from the repository's root, after all moves; `*` matches any number of folders.
+Globs match paths from the repository's root, after all moves; `*` matches any number of folders. Members are renamed
+where the class is clear from the file alone; what else has the name is listed with file and line, for you to judge.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import fnmatch
 import io
 import re
@@ -25,26 +30,31 @@ import subprocess
 import sys
 import tokenize
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from rename_members import Hint, carry_members
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TABLES = "tools/renames"
 TEXT = {".py", ".md", ".toml", ".txt", ".json", ".yml", ".yaml", ".h", ".cpp", ".cfg", ".sh", ".html", ".js", ""}
-FROZEN = ("tests/compat/plugin_v1_0.py", "backends/*/evidence/*", "CHANGELOG.md", "LICENSE")
-KEPT = ("tools/rename.py", f"{TABLES}/*", *FROZEN)
+FROZEN = ("tests/compat/*_v1_0.*", "backends/*/evidence/*", "CHANGELOG.md", "LICENSE")
+KEPT = ("tools/rename*.py", f"{TABLES}/*", *FROZEN)
 """What is never rewritten: this file and its tables, the frozen plugin, dated evidence, and what speaks of the past."""
 SOURCE_ROOTS = ("core/", *(f"backends/{path.name}/" for path in (REPOSITORY / "backends").iterdir()))
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table."""
+    """One line of a table; `owners` and `advice` are those of members, keywords and what is gone."""
 
     kind: str
     old: str
     new: str
     globs: tuple[str, ...]
+    owners: tuple[str, ...] = ()
+    advice: str = ""
 
     def covers(self, path: str) -> bool:
         """Whether it applies to a file."""
@@ -55,13 +65,19 @@ def rows_of(table: Path) -> Iterator[Row]:
     """The rows of a table.
 
     Raises:
-        SystemExit: a line is none of the four kinds.
+        SystemExit: a line is of none of these kinds.
     """
     for number, line in enumerate(table.read_text(encoding="utf-8").splitlines(), 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
         kind, globs = words[0], tuple(words[4:])
+        if kind in ("member", "keyword") and len(words) >= 5 and words[3] == "of":
+            yield Row(kind, words[1], words[2], (), owners=globs)
+            continue
+        if kind == "gone" and len(words) >= 5 and words[2] == "of":
+            yield Row(kind, words[1], "", (), (words[3],), " ".join(words[4:]))
+            continue
         right = kind in ("move", "name", "var", "word") and len(words) >= 3 and (len(words) == 3 or words[3] == "in")
         if not right or (kind == "var" and not globs) or (kind == "move" and globs):
             raise SystemExit(f"{table.name}:{number}: not a row: {line.strip()}")
@@ -197,38 +213,59 @@ def apply(rows: list[Row], repository: Path) -> list[str]:
     for row in rows:
         if row.kind == "move":
             move(row, repository)
-    listed = subprocess.run(["git", "ls-files"], cwd=repository, capture_output=True, text=True, check=True).stdout
+    members = [row for row in rows if row.owners]
     changed = []
-    for path in listed.splitlines():
-        file = repository / path
-        if file.suffix not in TEXT or not file.is_file() or any(fnmatch.fnmatch(path, kept) for kept in KEPT):
-            continue
-        try:
-            text = before = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue
+    for path, before in texts(repository):
+        text = carry_members(members, before, path)[0] if path.endswith(".py") else before
         for row in rows:
-            if Path(row.old).stem in text:
+            if not row.owners and Path(row.old).stem in text:
                 text = rename(row, text, path, repository)
         if text != before:
-            file.write_text(text, encoding="utf-8")
+            (repository / path).write_text(text, encoding="utf-8")
             changed.append(path)
     return changed
 
 
+def texts(repository: Path) -> Iterator[tuple[str, str]]:
+    """Path and text of every tracked file that may be rewritten."""
+    listed = subprocess.run(["git", "ls-files"], cwd=repository, capture_output=True, text=True, check=True).stdout
+    for path in listed.splitlines():
+        file = repository / path
+        if file.suffix not in TEXT or not file.is_file() or any(fnmatch.fnmatch(path, kept) for kept in KEPT):
+            continue
+        with contextlib.suppress(UnicodeDecodeError):
+            yield path, file.read_text(encoding="utf-8")
+
+
+def hints(rows: list[Row], repository: Path) -> list[Hint]:
+    """What is left to the user in a checkout that rows were applied to."""
+    names = {row.old: row.new for row in rows if row.kind == "name"}
+    members = [replace(row, owners=(*row.owners, *(names.get(o, o) for o in row.owners))) for row in rows if row.owners]
+    python = ((path, text) for path, text in texts(repository) if path.endswith(".py"))
+    return [hint for path, text in python for hint in carry_members(members, text, path)[1]]
+
+
+def tables() -> list[Path]:
+    """Every table, sorted by name."""
+    return sorted((REPOSITORY / TABLES).glob("*.txt"))
+
+
 def main(names: list[str]) -> None:
     """Apply the tables named, or all of them; imports are sorted anew where ruff is at hand."""
-    tables = sorted((REPOSITORY / TABLES).glob("*.txt"))
-    if unknown := set(names) - {table.stem for table in tables}:
-        raise SystemExit(f"no such table: {', '.join(sorted(unknown))}; there are {', '.join(t.stem for t in tables)}")
-    rows = [row for table in tables if not names or table.stem in names for row in rows_of(table)]
+    known = tables()
+    if unknown := set(names) - {table.stem for table in known}:
+        raise SystemExit(f"no such table: {', '.join(sorted(unknown))}; there are {', '.join(t.stem for t in known)}")
+    rows = [row for table in known if not names or table.stem in names for row in rows_of(table)]
     changed = apply(rows, REPOSITORY)
     python = [path for path in changed if path.endswith(".py")]
     ruff = Path(sys.executable).with_name("ruff")
     if python and ruff.exists():
         subprocess.run([ruff, "check", "--quiet", "--fix-only", "--select", "I", *python], cwd=REPOSITORY, check=False)
         subprocess.run([ruff, "format", "--quiet", *python], cwd=REPOSITORY, check=False)
-    print(f"{len(changed)} files changed by {len(rows)} rows")
+    left = hints(rows, REPOSITORY)  # now, because sorting imports moves lines
+    for hint in left:
+        print(hint)
+    print(f"{len(changed)} files changed by {len(rows)} rows; {len(left)} places left to you")
 
 
 if __name__ == "__main__":

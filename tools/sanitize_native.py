@@ -20,12 +20,19 @@ CHECK = "backends/cpu/tests/native_check.cpp"
 
 
 def setup_constants() -> dict[str, Any]:
-    """The constants of setup.py by name: FOLDER, FLAGS, SOURCES; the file is parsed, not run."""
+    """The constants FOLDER, FLAGS and SOURCES of setup.py by name, and what they are made of; nothing else is run.
+
+    Raises:
+        SystemExit: setup.py has one of them no more, or computes it with more than literals and constants.
+    """
     constants: dict[str, Any] = {}
     for node in ast.parse((ROOT / "setup.py").read_text()).body:
-        if isinstance(node, ast.Assign):
+        if isinstance(node, ast.Assign) and not any(isinstance(x, ast.Call) for x in ast.walk(node.value)):
             code = compile(ast.Expression(node.value), "setup.py", "eval")
             constants[node.targets[0].id] = eval(code, {}, constants)  # type: ignore[attr-defined]
+    missing = [name for name in ("FOLDER", "FLAGS", "SOURCES") if name not in constants]
+    if missing:
+        raise SystemExit(f"setup.py has no constant {', '.join(missing)}; name its new one in tools/sanitize_native.py")
     return constants
 
 

@@ -70,14 +70,14 @@ def gemm(timed: Timed, copies: Callable[[float], int], roof: dict[str, float]) -
 def dense_calls(rows: int, outputs: int, columns: int, format: str) -> dict[str, Any]:
     """Ours with activations coded before ("core") and while timed, and torch's of the same numbers."""
     from inferplane.kernels.triton.linear import linear_fp8, linear_int8, quantize_rows_to_fp8
-    from inferplane.kernels.triton.matmul import matmul, plain_input
+    from inferplane.kernels.triton.matmul import make_plain_input, matmul
     from inferplane.kernels.triton.weight_packing import pack
 
     how, weight = tiles(), quantized(outputs, columns, format)
     x, packed = torch.randn(rows, columns, device=cases.DEVICE, dtype=cases.BF16), pack(weight)
     makers: dict[str, Callable[[], Any]] = {}
     if format not in CODED:
-        return peers.offered({f"triton:linear {format}": lambda: lambda: matmul(plain_input(x), packed, how)})
+        return peers.offered({f"triton:linear {format}": lambda: lambda: matmul(make_plain_input(x), packed, how)})
     if format != "fp8_block":
         linear = linear_fp8 if CODED[format] == "fp8" else linear_int8
         op = SimpleNamespace(weight=packed, prepared=how, bias=None, out_dtype=None)
@@ -136,8 +136,8 @@ def experts(timed: Timed, copies: Callable[[float], int], roof: dict[str, float]
 
 def expert_calls(count: int, each: int, outputs: int, columns: int, format: str) -> dict[str, Any]:
     """Ours, with activations of 8 bits where the format has them, and torch's grouped product in bfloat16."""
-    from inferplane.kernels.triton.matmul import plain_input
-    from inferplane.kernels.triton.moe import grouped, masked_blocks
+    from inferplane.kernels.triton.matmul import make_plain_input
+    from inferplane.kernels.triton.moe import assign_masked_blocks, multiply_grouped
     from inferplane.kernels.triton.weight_packing import pack
 
     how = tiles()
@@ -146,13 +146,13 @@ def expert_calls(count: int, each: int, outputs: int, columns: int, format: str)
     x = torch.randn(count * capacity, columns, device=cases.DEVICE, dtype=cases.BF16)
     wide = torch.randn(count, outputs, columns, device=cases.DEVICE, dtype=cases.BF16) if format == "plain" else None
     packed = pack(wide if wide is not None else quantized(outputs, columns, format, count))
-    rows = coded_rows(x, format) if format in CODED else plain_input(x)
+    rows = coded_rows(x, format) if format in CODED else make_plain_input(x)
     counts = torch.full((count,), each, device=cases.DEVICE, dtype=torch.int32)
     given = SimpleNamespace(pairs=count * capacity, fp8=how.fp8)
 
     def ours() -> Callable[[], Any]:
-        dealing = masked_blocks(counts, capacity, tile.rows)
-        return lambda: grouped(rows, packed, dealing, tile, **vars(given))
+        dealing = assign_masked_blocks(counts, capacity, tile.rows)
+        return lambda: multiply_grouped(rows, packed, dealing, tile, **vars(given))
 
     makers: dict[str, Callable[[], Any]] = {f"triton:grouped {format}": ours}
     if wide is not None:

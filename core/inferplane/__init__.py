@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from inferplane.engine import LLM, AsyncLLM, Delta, Result, SamplingParams, SpeculativeConfig
     from inferplane.errors import InferplaneError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 __all__ = [
     "LLM",
     "AsyncLLM",

@@ -8,14 +8,67 @@ joins them, one sentence each, or one line each if the first part has several li
 from __future__ import annotations
 
 import sys
+import sysconfig
+import traceback
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
+
+_CORE = Path(__file__).resolve().parent
+_STANDARD = Path(sysconfig.get_path("stdlib"))
 
 
 def first_of(names: Sequence[str], max_names: int = 5) -> str:
     """Format names for a message: the first few, and the number of the others."""
     left = len(names) - max_names
     return ", ".join(names[:max_names]) + (f" and {left} more" if left > 0 else "")
+
+
+def deprecation_message(old: str, new: str) -> str:
+    """The text of every DeprecationWarning about an old name."""
+    return f"{old} is deprecated; use {new} (removed in 0.3)."
+
+
+def install_hint(extra: str) -> str:
+    """The command that installs an extra of Inferplane: from the clone, if this is one, else from a package index."""
+    clone = _CORE.parents[1]
+    if _CORE.parent.name == "core" and (clone / "pyproject.toml").is_file():
+        return f"pip install -e '.[{extra}]' in {clone}"
+    return f"pip install 'inferplane[{extra}]'"
+
+
+def sentence(text: str) -> str:
+    """End a text with one full stop, whether it has one already or not; an ellipsis, "?" and "!" end it too."""
+    text = text.rstrip()
+    if text.endswith(("...", "?", "!")):
+        return text
+    return f"{text.rstrip('.')}."
+
+
+def in_words(error: BaseException) -> str:
+    """Type, message and place of an exception on one line: "ValueError: no card at /home/me/acme/backend.py:12".
+
+    The place is the innermost frame of code that is neither core's, torch's nor Python's: where a plugin failed.
+    """
+    try:
+        words = " ".join(str(error).split())
+    except Exception:  # __str__ of the exception may be code of the plugin
+        words = ""
+    return (f"{type(error).__name__}: {words}" if words else type(error).__name__) + place_of(error)
+
+
+def place_of(error: BaseException) -> str:
+    """The words " at FILE:LINE" for the innermost frame outside of core, torch and Python's library; else empty."""
+    if isinstance(error, SyntaxError):  # its message has file and line
+        return ""
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    others = {_CORE, Path(torch).parent} if torch else {_CORE}
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        folders = set(Path(frame.filename).parents)
+        is_standard = _STANDARD in folders and "site-packages" not in frame.filename
+        if not (frame.filename.startswith("<") or is_standard or others & folders):
+            return f" at {frame.filename}:{frame.lineno}"
+    return ""
 
 
 class InferplaneError(Exception):
@@ -34,9 +87,9 @@ class InferplaneError(Exception):
     def __str__(self) -> str:
         parts = [self.what]
         if self.there_is:
-            parts.append(f"There is: {self.there_is}.")
+            parts.append(sentence(f"There is: {self.there_is}"))
         if self.remedy:
-            parts.append(f"To do: {self.remedy}.")
+            parts.append(sentence(f"To do: {self.remedy}"))
         return ("\n" if "\n" in self.what else " ").join(parts)
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -33,6 +33,7 @@ def file_size(path: Path) -> int:
 def check_writable(path: Path) -> None:
     """Raise UsageError if `write_atomically` cannot write this file. It tries, and removes what it wrote."""
     try:
+        _check_link(path)
         if path.is_dir():
             raise IsADirectoryError("it is a folder")
         if path.exists() and not _may_be_replaced(path, path.stat().st_mode):
@@ -45,7 +46,8 @@ def check_writable(path: Path) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a UTF-8 file atomically: after a failure the old file is unchanged. Links are followed; the mode stays.
+    """Write a UTF-8 file atomically: after a failure the old file is unchanged; the mode stays. Links are followed, but
+    not those of other users, who may want a file of this user's changed.
 
     Pipes, devices and other irregular files are written directly.
 
@@ -53,6 +55,7 @@ def write_atomically(path: Path, text: str) -> None:
         UsageError: it cannot be written.
     """
     try:
+        _check_link(path)
         data = text.encode()
         try:
             mode = path.stat().st_mode
@@ -65,6 +68,11 @@ def write_atomically(path: Path, text: str) -> None:
             _replace(Path(os.path.realpath(path)), data, mode)
     except (OSError, ValueError) as error:
         raise _unwritable(path, error) from error
+
+
+def _check_link(path: Path) -> None:
+    if path.is_symlink() and path.lstat().st_uid not in (0, os.geteuid()):
+        raise PermissionError(f"it is a link that another user has made, to {os.path.realpath(path)}")
 
 
 def _may_be_replaced(path: Path, mode: int) -> bool:

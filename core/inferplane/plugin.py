@@ -5,7 +5,7 @@ A complete plugin: a device that computes with torch on the host and has one ker
 
     from inferplane.plugin import HOST, Backend, DeviceState, Features, Kernels, Presence, Probe, hookimpl
 
-    INFERPLANE_API = (1, 0)  # the API version this plugin is written for; API_VERSION is the installed one
+    INFERPLANE_API = (1, 1)  # the API version this plugin is written for; API_VERSION is the installed one
 
     kernels = Kernels()
 
@@ -45,6 +45,8 @@ or chosen. The other hooks are `inferplane_register_kernels(register)`, which ad
 `inferplane_register_quantization(register)`, `inferplane_register_models(register)` and `inferplane_on_event(event)`.
 """
 
+import typing
+
 from inferplane.errors import (
     BindError,
     CapacityError,
@@ -61,11 +63,13 @@ from inferplane.errors import (
 from inferplane.kvcache.blocked import BlockedKV
 from inferplane.kvcache.paged import latents, paged_layout
 from inferplane.plugins.hookspecs import API_VERSION, Event, hookimpl
+from inferplane.renamed import warn_of_old_name as _warn_of_old_name
 from inferplane.types import (
     CANONICAL,
     HOST,
     PLAIN,
     RANK_COMPOSED,
+    RANK_FUSED,
     RANK_PORTABLE,
     RANK_TUNED,
     Accelerator,
@@ -95,11 +99,15 @@ from inferplane.types import (
     Row,
     StepKind,
     Weight,
+    WeightFormat,
     When,
+    read_tensor,
     register_kv_kind,
 )
 from inferplane.types.backend import host_memory
-from inferplane.types.packages import installed, libraries_of, load_library, minor_of, version_of
+from inferplane.types.packages import is_installed, libraries_of, load_library, minor_of, version_of
+
+_OLD_NAMES = {"installed": "is_installed"}
 
 __all__ = [
     "API_VERSION",
@@ -107,6 +115,7 @@ __all__ = [
     "HOST",
     "PLAIN",
     "RANK_COMPOSED",
+    "RANK_FUSED",
     "RANK_PORTABLE",
     "RANK_TUNED",
     "Accelerator",
@@ -148,16 +157,28 @@ __all__ = [
     "UnsupportedModelError",
     "UsageError",
     "Weight",
+    "WeightFormat",
     "When",
     "hookimpl",
     "host_memory",
-    "installed",
+    "is_installed",
     "latents",
     "libraries_of",
     "load_library",
     "minor_of",
     "paged_layout",
+    "read_tensor",
     "register_kv_kind",
     "version_of",
     "warn",
 ]
+
+
+if not typing.TYPE_CHECKING:  # type checkers know the present names alone
+
+    def __getattr__(name: str) -> object:
+        """Names of 0.1, for one minor release."""
+        if name not in _OLD_NAMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        _warn_of_old_name(f"inferplane.plugin.{name}", _OLD_NAMES[name])
+        return globals()[_OLD_NAMES[name]]

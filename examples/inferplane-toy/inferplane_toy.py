@@ -18,7 +18,7 @@ from inferplane.plugin import (
     hookimpl,
 )
 
-INFERPLANE_API = (1, 0)
+INFERPLANE_API = (1, 1)
 BLOCK_TOKENS = 32
 
 kernels = Kernels()
@@ -33,7 +33,7 @@ def has_no_window(op):
 
 
 def is_plain_product(op):
-    return op.bias is None and op.act is None and op.out_dtype is None
+    return op.bias is None and op.activation_quant is None and op.out_dtype is None
 
 
 @kernels(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from inferplane import plugins
+from inferplane import plugin, plugins
 from inferplane.errors import DeviceError, KernelError, UsageError
 from inferplane.types import ActivationQuant, Batch, Context, Features, HostLens, Kernel, KVRequest, Weight
 
@@ -28,7 +28,7 @@ def test_it_is_still_accepted(frozen):
     assert plugins.API_VERSION[0] == 1, (
         "a new major: this plugin must now be refused, with both numbers; test that instead"
     )
-    assert not host.quarantined()
+    assert not host.list_quarantined()
     assert host.plugins()[0].api == (1, 0)
     assert [entry.name for entry in host.devices()] == ["frozen", "frozenfam:lazy"]
     assert host.models() == {"FrozenForCausalLM": "plugin_v1_0:build"}
@@ -120,15 +120,17 @@ def test_it_observes(frozen):
     host, module = frozen
     host.emit(plugins.Event("device.opened", {"device": "frozen"}))
     assert module.seen == [("device.opened", {"device": "frozen"})]
-    assert not host.quarantined()
+    assert not host.list_quarantined()
 
 
 def test_names_of_1_0_that_have_new_ones():
-    with pytest.warns(DeprecationWarning, match="Kernel.codes is called quantizes_activations_to now"):
+    with pytest.warns(DeprecationWarning, match="Kernel.codes is deprecated; use quantizes_activations_to"):
         kernel = Kernel("linear", "old", "old:linear", codes="fp8", extra_error=0.1)
-    with pytest.warns(DeprecationWarning, match="Weight.act is called activation_quant now"):
+    with pytest.warns(DeprecationWarning, match="Weight.act is deprecated; use activation_quant"):
         weight = Weight(("a",), (8, 8), format="fp8_row", act="fp8_static")
     assert weight.activation_quant == ActivationQuant("fp8", static=True)
-    with pytest.warns(DeprecationWarning, match="ends with the next minor"):
+    with pytest.warns(DeprecationWarning, match="is deprecated; use"):
         assert (weight.act, kernel.codes) == ("fp8_static", "fp8")
     assert replace(kernel, rank=50).quantizes_activations_to == "fp8"
+    with pytest.raises(AttributeError, match="no attribute 'uninstalled'"):
+        plugin.uninstalled  # noqa: B018

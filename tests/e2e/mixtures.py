@@ -20,16 +20,20 @@ def ragged(runner: Runner, many: list[list[int]]) -> tuple[list[torch.Tensor], s
     for layer in cache.layers:
         for entry in layer.entries:  # type: ignore[attr-defined]
             entry.fill_(float("nan"))
-    draw = random.Random(5)
-    pool = draw.sample(range(cache.blocks), cache.blocks)
-    blocks = [[pool.pop() for _ in range(0, len(ids), cache.block_tokens)] for ids in many]
+    draw = random.Random(5)  # of the steps, which do not depend on the cache's size
+    pool = random.Random(6).sample(range(cache.blocks), cache.blocks)
+    tables = [
+        [[pool.pop() for _ in range(0, len(ids), cache.block_tokens)] for _ in range(cache.num_tables)] for ids in many
+    ]
     done: list[int] = [0] * len(many)
     got: list[list[torch.Tensor]] = [[] for _ in many]
     kinds = set()
     while live := [i for i, ids in enumerate(many) if done[i] < len(ids)]:
         chosen = [(i, min(draw.choice((1, 1, 2, 7, 8, 9, 20, 40)), len(many[i]) - done[i])) for i in live]
         chosen = sorted(draw.sample(chosen, draw.randint(1, len(chosen))), key=lambda c: c[1] > FEW_TOKENS)
-        queries = [Query(many[i][done[i] : done[i] + n], done[i], blocks[i]) for i, n in chosen]
+        queries = [
+            Query(many[i][done[i] : done[i] + n], done[i], tables[i][0], more_blocks=tables[i][1:]) for i, n in chosen
+        ]
         batch = make_batch(queries, block_tokens=cache.block_tokens, device="cpu")
         logits, hidden = runner.run(batch)
         assert hidden.shape[0] == sum(n for _, n in chosen)

@@ -55,13 +55,14 @@ def test_families_say_nothing_of_hardware(family):
         *("collections.abc", "dataclasses", "typing", "math", "torch"),
         *(f"inferplane.{name}" for name in ("errors", "ops", "types")),
         *(".".join(path.relative_to(CORE.parent).with_suffix("").parts) for path in MODELS.rglob("*.py")),
+        *(".".join(path.parent.relative_to(CORE.parent).parts) for path in MODELS.rglob("__init__.py")),
     }, imported
 
 
 def test_the_page_is_enough(tmp_path):
     """Its constructor, put into one new file, runs a model with those layers as transformers does."""
     page = (REPOSITORY / "docs" / "adding-a-model.md").read_text()
-    code = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
+    code = re.search(r"```python \S+/family\.py\n(.*?)```", page, re.DOTALL)[1]
     core = shutil.copytree(CORE, tmp_path / "core" / "inferplane", ignore=shutil.ignore_patterns("demo", "__pycache__"))
     (core / "models" / "families" / "family.py").write_text(code)
     folder, out = tmp_path / "model", tmp_path / "logits"

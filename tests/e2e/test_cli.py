@@ -16,7 +16,7 @@ import time
 import pytest
 
 from inferplane.cli import main
-from tests.e2e.processes import heeding_ctrl_c
+from tests.e2e.processes import heeding_ctrl_c, kill, wait_for_output
 from tests.house.rules import SOURCE_PATHS
 
 PROMPT = "def fibonacci(n):"
@@ -182,6 +182,7 @@ for verb in VERBS:
 heavy = {"torch", "transformers", "numpy", "pluggy", "msgspec", "inferplane.plugins"}
 heavy |= {name for name in sys.modules if name.startswith("inferplane.engine.")} - {
     "inferplane.engine.clients", "inferplane.engine.clients.options",  # the record that flags are made from
+    "inferplane.engine.clients.other_engines",  # a table for unknown flags
     "inferplane.engine.request", "inferplane.engine.request.arguments", "inferplane.engine.request.params",
 }
 heavy &= set(sys.modules)
@@ -196,6 +197,7 @@ sys.exit(f"imported: {heavy}" if heavy else 0)
 
 def test_ctrl_c_ends_generate_quietly():
     child = start("generate", *DEVICE, "-p", PROMPT, *LONG, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_for_output(child, TIMEOUT_S)
     assert child.stdout.read(1), child.stderr.read()  # it generates
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=TIMEOUT_S)
@@ -204,6 +206,7 @@ def test_ctrl_c_ends_generate_quietly():
 
 def test_a_reader_that_goes_away_is_no_error():
     child = start("generate", *DEVICE, "-p", PROMPT, *LONG, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_for_output(child, TIMEOUT_S)
     assert child.stdout.read(1)
     child.stdout.close()
     assert (child.wait(TIMEOUT_S), child.stderr.read()) == (141, b"")
@@ -224,7 +227,7 @@ class AtTerminal:
         """Reads until the pattern has come; returns what came since the last call, up to its end."""
         deadline = time.monotonic() + TIMEOUT_S
         while not (found := re.search(pattern, self.seen)):
-            assert time.monotonic() < deadline, f"{pattern!r} never came:\n{self.seen}"
+            self._check(deadline, pattern)
             self._wait(1)
         before, self.seen = self.seen[: found.end()], self.seen[found.end() :]
         return before
@@ -234,7 +237,9 @@ class AtTerminal:
 
     def interrupt(self, pattern: str) -> str:
         """Sends Ctrl-C until the pattern comes: readline misses one that comes just behind its prompt."""
+        deadline = time.monotonic() + TIMEOUT_S
         while not re.search(pattern, self.seen):
+            self._check(deadline, pattern)
             for _ in range(3):  # whoever presses it thrice means it once
                 self.child.send_signal(signal.SIGINT)
             self._wait(1)
@@ -244,12 +249,18 @@ class AtTerminal:
         """Types a line until the pattern comes: an earlier Ctrl-C may still be on its way, and take the line away."""
         deadline = time.monotonic() + TIMEOUT_S
         while not re.search(pattern, self.seen):
-            assert time.monotonic() < deadline, f"{pattern!r} never came:\n{self.seen}"
+            self._check(deadline, pattern)
             self.type(line)
             patience = time.monotonic() + 5
             while time.monotonic() < patience and not re.search(pattern, self.seen):
                 self._wait(0.5)
         return self.until(pattern)
+
+    def _check(self, deadline: float, pattern: str) -> None:
+        """Kill the command once the deadline has passed."""
+        if time.monotonic() >= deadline:
+            kill(self.child)
+            raise AssertionError(f"{pattern!r} never came:\n{self.seen}")
 
     def _wait(self, seconds: float) -> None:
         if select.select([self.master], [], [], seconds)[0]:
@@ -259,8 +270,13 @@ class AtTerminal:
 
     def end(self) -> tuple[int, str]:
         """Waits for the command; returns its exit code and what was not yet seen."""
-        while chunk := self._read():
-            self.seen += chunk
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            self._check(deadline, "the end")
+            if select.select([self.master], [], [], 1)[0]:
+                if not (chunk := self._read()):
+                    break
+                self.seen += chunk
         os.close(self.master)
         return self.child.wait(TIMEOUT_S), self.seen
 

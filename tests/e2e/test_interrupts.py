@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from inferplane.serving.lifecycle.start import PACKAGES
-from tests.e2e.processes import heeding_ctrl_c
+from tests.e2e.processes import heeding_ctrl_c, kill
 from tests.house.rules import SOURCE_PATHS
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +26,8 @@ GENERATE = ("generate", *ON, "-p", "def f(", *LONG)
 BENCH = ("bench", "latency", *ON, "--output-len", "8", "--repeats", "2", "--save", "out.json", "--html", "out.html")
 CONFORM = ("conform", *ON, "-k", "rms_norm", "-p", "no:cacheprovider", "--evidence", "out.json")
 SERVE = ("serve", *ON, "--port", "0")
+SESSIONS: dict[int, set[int]] = {}
+"""Process that a test started -> the sessions of all processes that it has been seen to start."""
 
 MOMENTS = [
     ("devices", ("devices",), "import:torch"),
@@ -54,22 +57,34 @@ def start(words, folder):
 
 
 def session(leader):
-    """Command lines of the processes of a session that still run."""
-    found = []
+    """Command lines of the processes of a session that still run, and of sessions that these or their children began:
+    an engine's process has one of its own, and is known by it when its parent has ended.
+    """
+    stats, found = {}, []
     for entry in Path("/proc").iterdir():
         try:
             fields = (entry / "stat").read_text().rpartition(")")[2].split() if entry.name.isdigit() else []
-            if fields and int(fields[3]) == leader and fields[0] != "Z":
-                found.append((entry / "cmdline").read_text().replace("\0", " "))
+            if fields and fields[0] != "Z":
+                stats[int(entry.name)] = int(fields[1]), int(fields[3])
         except OSError:  # it has ended meanwhile
             continue
+    sessions = SESSIONS.setdefault(leader, {leader})
+    while (
+        more := {own for parent, own in stats.values() if parent in stats and stats[parent][1] in sessions} - sessions
+    ):
+        sessions |= more
+    for number, (_, own) in stats.items():
+        with contextlib.suppress(OSError):
+            if own in sessions:
+                found.append(Path(f"/proc/{number}/cmdline").read_text().replace("\0", " "))
     return found
 
 
 def until(process, there):
     """Wait for processes of its session, known by their command lines, as long as it runs itself."""
+    limit = time.monotonic() + TIMEOUT_S
     while not there(session(process.pid)):
-        assert process.poll() is None, process.communicate()[1].decode()
+        assert process.poll() is None and time.monotonic() < limit, kill(process)
         time.sleep(0.05)
 
 
@@ -78,8 +93,7 @@ def ended(process, said=b""):
     try:
         _, err = process.communicate(said, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise AssertionError(f"it hangs\n{process.communicate()[1].decode()}") from None
+        raise AssertionError(f"it hangs\n{kill(process)}") from None
     patience = time.monotonic() + 10
     while (left := session(process.pid)) and time.monotonic() < patience:  # what it told to end may take a moment
         time.sleep(0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from inferplane import LLM, SamplingParams
+from inferplane import LLM, AsyncLLM, SamplingParams
 from inferplane.errors import CheckpointError, UsageError
 from tests.e2e.tiny_llm import GREEDY, LONG, one, opened, write
 from tests.e2e.tiny_models import llama_config
@@ -297,6 +298,27 @@ def test_chat(llm, tmp_path):
         for ask in (mute.chat, mute.stream_chat):
             with pytest.raises(UsageError, match="no chat template"):
                 ask(messages)
+
+
+def test_chat_of_async_llm(llm, tmp_path):
+    folder = write(tmp_path)
+
+    async def run(messages, **more):
+        async with AsyncLLM(folder, device="cpu", dtype="float32", max_num_seqs=4) as found:
+            return [piece async for piece in found.chat(messages, GREEDY, **more)]
+
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    want = llm.chat([{"role": "user", "content": "Hel\nlo"}], GREEDY)
+    pieces = asyncio.run(run([{"role": "user", "content": parts}], priority=1))
+    assert [t for piece in pieces for t in piece.token_ids] == want.token_ids
+    assert "".join(piece.text for piece in pieces) == want.text and pieces[-1].finish_reason == want.finish_reason
+    for messages, more, says in (
+        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "Images are not supported"),
+        ([{"role": "bot", "content": "x"}], {}, "the role 'bot'"),
+        ([{"role": "user", "content": "x"}], {"max_tokens": 3}, "takes no max_tokens"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            asyncio.run(run(messages, **more))
 
 
 def test_words_keep_their_spaces(tmp_path):

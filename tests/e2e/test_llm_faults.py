@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from inferplane import SamplingParams
@@ -71,10 +73,12 @@ def test_a_request_that_fails_ends_alone(llm, monkeypatch):
     with pytest.warns(InferplaneWarning, match="1 of 3 requests failed.*a kernel"):
         good, bad, also_good = llm.generate(["Hello", [5, poison], "Hello"], GREEDY)
     assert good.token_ids == also_good.token_ids == want.token_ids and good.finish_reason == "length"
-    assert (bad.finish_reason, bad.token_ids, bad.text) == ("error", [], "") and "Fault: a kernel" in bad.error
-    with pytest.raises(GenerationError, match="a kernel"):
+    place = f" at {__file__}:{faulty.__code__.co_firstlineno + 2}"
+    assert (bad.finish_reason, bad.token_ids, bad.text, bad.error) == ("error", [], "", f"Fault: a kernel{place}")
+    words = re.escape(f"Fault: a kernel{place}.")
+    with pytest.raises(GenerationError, match=words):
         list(stream)
-    with pytest.raises(GenerationError, match=r"2 of 2.*a kernel"):
+    with pytest.raises(GenerationError, match=f"2 of 2.*{words}"):
         llm.generate([[poison], [poison, 2]], GREEDY)
     assert one(llm).token_ids == want.token_ids
 

@@ -16,8 +16,10 @@ from safetensors.torch import load_file, save_file
 from benchmarks.load_memory import LLAMA_1B, measure
 from inferplane import LLM
 from inferplane.engine import InferplaneWarning
+from inferplane.engine.runner.model_runner import Runner
 from inferplane.errors import CapacityError, CheckpointError, DeviceError, UnsupportedModelError, UsageError
-from inferplane.models import SafetensorsFolder
+from inferplane.models import Config, SafetensorsFolder
+from inferplane.models.rope import frequencies
 from inferplane.types.placement import WHOLE
 from tests.e2e.checkpoints import edit_config, logits
 from tests.e2e.tiny_models import LLAMA3, YARN, llama_config, make
@@ -71,13 +73,16 @@ def test_shards_that_lack_something(sharded):
     second = sharded / "model-00002-of-00003.safetensors"
     good, tensors = index.read_text(), load_file(second)
     shutil.copy(second, sharded / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"holds model\.safetensors and an index of other files"):
-        LLM(sharded, device="cpu")
+    with pytest.warns(InferplaneWarning, match=r"an index of other files; model\.safetensors is not used"):
+        LLM(sharded, device="cpu").close()
     (sharded / "model.safetensors").unlink()
     stale = next(iter(tensors))
-    save_file({stale: tensors[stale]}, sharded / "model-00009.safetensors")
-    index.write_text(json.dumps({"weight_map": json.loads(good)["weight_map"] | {"x": "model-00009.safetensors"}}))
-    with pytest.raises(CheckpointError, match=rf"{stale}.*model-00002-of-00003.* again in model-00009"):
+    save_file({stale: tensors[stale] + 1}, sharded / "model-00009.safetensors")
+    where = json.loads(good)["weight_map"]
+    index.write_text(
+        json.dumps({"weight_map": {k: v for k, v in where.items() if k != stale} | {"x": "model-00009.safetensors"}})
+    )
+    with pytest.raises(CheckpointError, match=rf"{stale}.*model-00002-of-00003.* again in model-00009.*other values"):
         LLM(sharded, device="cpu")
     index.write_text(good)
     second.unlink()
@@ -242,9 +247,53 @@ def test_pickles_are_refused_by_name(copy):
         LLM(folder, device="cpu")
 
 
+def frequencies_of(folder):
+    config = Config.read(folder)
+    return frequencies(config.rope, config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])[0]
+
+
+STORED = {
+    "as the config gives them": (lambda f: f, False),
+    "in bfloat16": (lambda f: f.bfloat16(), False),
+    "in float16": (lambda f: f.half(), False),
+    "rounded once": (lambda f: f.half().float(), False),
+    "of another base": (lambda f: f**1.05, True),
+    "of scaled positions": (lambda f: f / 2, True),
+    "of another size of heads": (lambda f: f[:-1], True),
+    "ones": (torch.ones_like, True),
+    "NaN": (lambda f: f * float("nan"), True),
+}
+
+
+@pytest.mark.parametrize("case", STORED)
+def test_stored_rotary_frequencies_that_the_config_does_not_give_are_named(case, copy):
+    folder, tensors = copy
+    change, is_told = STORED[case]
+    name = "model.layers.1.self_attn.rotary_emb.inv_freq"
+    save_file({**tensors, name: change(frequencies_of(folder)).contiguous()}, folder / "model.safetensors")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        LLM(folder, device="cpu").close()
+    found = [str(w.message) for w in told if issubclass(w.category, InferplaneWarning)]
+    assert [name in words and "other rotary frequencies" in words for words in found] == [True] * is_told
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "llama3"])
+def test_frequencies_of_scaled_positions_are_known(kind, copy):
+    """Older exports stored those before scaling."""
+    folder, tensors = copy
+    scaling = {"yarn": YARN, "llama3": LLAMA3}.get(kind, {"rope_type": kind, "factor": 4.0})
+    plain = frequencies_of(folder)
+    edit_config(folder, rope_parameters=None, rope_scaling=scaling, rope_theta=Config.read(folder).rope["rope_theta"])
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    for stored in (frequencies_of(folder), plain):
+        save_file({**tensors, name: stored}, folder / "model.safetensors")
+        logits(folder)  # which takes warnings for errors
+
+
 def test_unexpected_tensors_are_named(copy):
     folder, tensors = copy
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = frequencies_of(folder)
     save_file(tensors, folder / "model.safetensors")
     logits(folder)  # known, and no warning
     tensors |= {f"model.layers.{i}.mlp.gate_proj.weight_scale": torch.ones(1) for i in range(6)}
@@ -258,7 +307,9 @@ def test_a_tied_head_may_be_written_too(tmp_path):
     want = logits(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     assert "lm_head.weight" not in tensors
-    save_file(tensors | {"lm_head.weight": torch.randn(160, 64)}, tmp_path / "model.safetensors")
+    save_file(
+        tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors"
+    )
     assert torch.equal(logits(tmp_path), want)
     with LLM(tmp_path, device="cpu") as llm:
         assert llm.runner.model.head.weight is llm.runner.model.embed.weight
@@ -283,20 +334,20 @@ def test_configs_that_are_none(copy):
 @pytest.mark.parametrize(
     ("changes", "error", "says"),
     [
-        ({"architectures": ...}, UnsupportedModelError, "names no architecture"),
-        ({"architectures": None}, UnsupportedModelError, "names no architecture"),
+        ({"architectures": ..., "model_type": "x"}, UnsupportedModelError, "names no architecture"),
+        ({"architectures": None, "model_type": ...}, UnsupportedModelError, "names no architecture"),
         ({"architectures": ["FooForCausalLM"]}, UnsupportedModelError, "DeepseekV3ForCausalLM.*LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, UnsupportedModelError, "hidden_act = 'gelu'"),
-        ({"mlp_bias": True}, UnsupportedModelError, "mlp_bias"),
+        ({"mlp_bias": True}, CheckpointError, "lacks 6 tensor"),
         ({"hidden_size": ...}, CheckpointError, "lacks 'hidden_size'"),
         ({"num_hidden_layers": 0}, CheckpointError, "num_hidden_layers is 0"),
         ({"num_hidden_layers": 3}, CheckpointError, "lacks 9 tensor"),
         ({"num_hidden_layers": 1}, None, "9 tensor"),
         ({"quantization_config": {"quant_method": "awq"}}, UnsupportedModelError, "'awq'"),
         (
-            {"rope_parameters": {"rope_type": "longrope"}, "rope_scaling": {"rope_type": "longrope"}},
+            {"rope_parameters": {"rope_type": "mrope"}, "rope_scaling": {"rope_type": "mrope"}},
             UnsupportedModelError,
-            "'longrope'",
+            "'mrope'",
         ),
     ],
 )
@@ -373,3 +424,15 @@ def test_memory_of_loading(tied):
     found = measure({**LLAMA_1B, **small, "tie_word_embeddings": tied}, shard_bytes=40 * 2**20)
     assert found["weights_bytes"] > 140e6 and found["tokens"] == 2
     assert found["met"], found
+
+
+@pytest.mark.parametrize("phase", ["bind_and_check", "_load", "_build_cache"])
+def test_what_does_not_fit_into_memory_is_said(phase, monkeypatch):
+    """Never by a bare MemoryError, whatever the phase."""
+
+    def fail(*arguments):
+        raise MemoryError
+
+    monkeypatch.setattr(Runner, phase, fail)
+    with pytest.raises(CapacityError, match="demo cannot be loaded: this process cannot get more memory"):
+        LLM("demo", device="cpu")

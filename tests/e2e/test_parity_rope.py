@@ -19,7 +19,9 @@ from inferplane.models.registry import ARCHITECTURES
 from inferplane.models.rope import TYPES
 from tests.e2e.mixtures import ragged
 from tests.e2e.test_parity import FLOAT32, error
-from tests.e2e.tiny_models import DEEPSEEK, FAMILIES, LLAMA, config_of, logits_of, prompts, random_model
+from tests.e2e.tiny_models import CASES, config_of, logits_of, prompts, random_model
+from tests.families.cases import CASES as NEWER
+from tests.families.cases import config_of as newer_config
 
 CONTEXT = 40
 """Tokens before scaling, of prompts that are shorter, just as long, one longer, and much longer."""
@@ -40,11 +42,10 @@ ROPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 """Two settings of each type, without its name and the context it starts from."""
 
-CASES = {"llama": LLAMA, "deepseek": DEEPSEEK, **{family: cases for family, (_, _, cases) in FAMILIES.items()}}
 FORMS = {family: list(cases)[:2] for family, cases in CASES.items()}
 """Two configs of each family."""
 
-TABLE = [(family, kind, k) for family in FORMS for kind in TYPES for k in (0, 1)]
+TABLE = [(family, kind, k) for family in FORMS for kind in ROPES for k in (0, 1)]
 
 
 def config_for(family: str, kind: str, k: int) -> Any:
@@ -68,12 +69,15 @@ def token_by_token(model: Any, ids: list[int]) -> torch.Tensor:
 
 
 def test_the_table_is_complete():
-    """Two different configs at least for every family that there is and every type."""
+    """Two different configs at least for every family of this table and every type."""
     names = {type(config_for(family, "default", k)).__name__ for family in FORMS for k in (0, 1)}
-    assert {name.replace("Config", "ForCausalLM") for name in names} == set(ARCHITECTURES)
+    newer = {type(newer_config(family, next(iter(cases)))).__name__ for family, cases in NEWER.items()}
+    models = {name.removesuffix("Config").removesuffix("Text") for name in names | newer}
+    assert {f"{name}ForCausalLM" for name in models} == set(ARCHITECTURES)
     different = {(f, kind, config_for(f, kind, k).to_json_string()) for f, kind, k in TABLE}
     counts = Counter((f, kind) for f, kind, _ in different)
-    assert set(counts) == {(f, kind) for f in FORMS for kind in TYPES} and min(counts.values()) >= 2
+    assert {*ROPES, "longrope"} == set(TYPES), "test_checkpoint_forms has longrope, which depends on the model's length"
+    assert set(counts) == {(f, kind) for f in FORMS for kind in ROPES} and min(counts.values()) >= 2
 
 
 @pytest.mark.parametrize(("family", "kind", "k"), TABLE, ids=lambda x: str(x))

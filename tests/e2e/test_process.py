@@ -19,7 +19,14 @@ import pytest
 
 from inferplane import LLM, AsyncLLM, SamplingParams
 from inferplane.engine.clients.process import messages
-from inferplane.errors import CapacityError, DeviceError, EngineError, UnsupportedModelError, UsageError
+from inferplane.errors import (
+    CapacityError,
+    DeviceError,
+    EngineError,
+    InferplaneWarning,
+    UnsupportedModelError,
+    UsageError,
+)
 from tests.e2e.test_async import CONFIG, OPTIONS, PROMPTS, collect
 
 LONG = SamplingParams(max_tokens=400, temperature=0)
@@ -55,7 +62,7 @@ def test_streams_equal_those_of_a_thread_and_nothing_stays() -> None:
         return [t for p in pieces for t in p.token_ids], [x for p in pieces for x in p.logprobs or ()]
 
     async def work(llm: AsyncLLM) -> None:
-        assert (await llm.health()).ready()
+        assert (await llm.health()).is_ready()
         got = await asyncio.gather(*(whole(llm, p, s) for p, s in zip(PROMPTS, params)))
         assert [tokens for tokens, _ in got] == [tokens for tokens, _ in want]
         for (_, ours), (_, theirs) in zip(got, want):  # batches differ, and with them the last bits
@@ -124,7 +131,7 @@ def test_a_killed_process_ends_every_stream_with_the_reason() -> None:
         with pytest.raises(EngineError, match="SIGKILL"):
             await collect(llm.generate(PROMPTS[2]))
         health = await llm.health()
-        assert not health.ready() and "SIGKILL" in health.failure
+        assert not health.is_ready() and "SIGKILL" in health.failure
         folder = Path(llm.address).parent
         await llm.shutdown()
         assert not folder.exists()
@@ -138,8 +145,7 @@ def test_a_stopped_process_is_not_healthy_and_does_not_keep_us() -> None:
         await running(llm, 1)
         os.kill(pid(llm), signal.SIGSTOP)
         assert not (await llm.health(0.2)).alive
-        llm._client.close_s = 0.5  # type: ignore[attr-defined]
-        await llm.shutdown()
+        await llm.shutdown(kill_s=0.5)
         assert (await task)[1] == ["abort"]
         with pytest.raises(ProcessLookupError):
             os.kill(pid(llm), 0)
@@ -184,9 +190,10 @@ def test_warnings_go_where_they_are_asked_for() -> None:
         assert len(told) == 1 and "kv_cache_bytes = 131072 holds" in told[0]
         warnings.simplefilter("always")
         asyncio.run(AsyncLLM(model, **few).shutdown())
-    assert [str(w.message) for w in raised] == told
+    # Others, such as a socket that an earlier test left to the garbage collector, may be raised in between.
+    assert [str(w.message) for w in raised if issubclass(w.category, InferplaneWarning)] == told
     with pytest.raises(UsageError, match="on_warning without process"):
-        AsyncLLM(model, warned=told.append, **OPTIONS)
+        AsyncLLM(model, on_warning=told.append, **OPTIONS)
 
 
 ORPHAN = """
@@ -237,20 +244,24 @@ def test_a_request_that_cannot_be_read_costs_nobody_else() -> None:
 
 
 @pytest.mark.parametrize("process", [False, True])
-def test_a_limit_holds_while_constraints_are_compiled(monkeypatch: pytest.MonkeyPatch, process: bool) -> None:
-    """Others' constraints take the compilers; who waits behind them is told in time, and nothing of it stays."""
+def test_a_limit_holds_while_constraints_are_compiled(process: bool) -> None:
+    """Others' constraints take the compilers; who waits behind them is told in time, and nothing of it stays.
+
+    In time means before those that it waits behind are done: seconds would say how busy the machine is.
+    """
 
     async def run() -> None:
         async with AsyncLLM("demo", device="cpu", max_model_len=256, process=process) as llm:
+            await collect(llm.generate("x", SamplingParams(max_tokens=1)))  # now the tokenizer is loaded
             slow = SamplingParams(max_tokens=2, regex="(a|b|ab|ba|aab){1,400}(c|d|cd){1,400}[a-z]{1,500}x")
             streams = []
             for i in range(12):
                 how = replace(slow, regex=f"{slow.regex}{i}")
                 streams.append(asyncio.ensure_future(collect(llm.generate("x", how))))
-            await asyncio.sleep(0.05)
-            began = time.monotonic()
+            await asyncio.wait(streams, return_when=asyncio.FIRST_COMPLETED)  # now the others wait for the compilers
             late = [p async for p in llm.generate("y", SamplingParams(max_tokens=2, regex="[yz]+", timeout_s=0.01))]
-            assert [p.finish_reason for p in late] == ["timeout"] and time.monotonic() - began < 1
+            assert [p.finish_reason for p in late] == ["timeout"]
+            assert sum(not stream.done() for stream in streams) > 1
             await asyncio.gather(*streams, return_exceptions=True)
             assert (await llm.stats())["num_requests_running"] == 0
 

@@ -18,7 +18,7 @@ from inferplane import LLM
 from inferplane.models import Build, Config, build
 from inferplane.types import Placement
 from tests.e2e.drafters import noisy_copy
-from tests.e2e.processes import heeding_ctrl_c
+from tests.e2e.processes import heeding_ctrl_c, kill, wait_for_output
 from tests.e2e.sharing import answers
 from tests.e2e.tiny_models import make
 
@@ -49,8 +49,7 @@ def done(process, code=0):
     try:
         out, err = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise AssertionError(f"it hangs\n{process.communicate()[1]}") from None
+        raise AssertionError(f"it hangs\n{kill(process)}") from None
     assert code is None or process.returncode == code, err
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
@@ -111,8 +110,9 @@ def test_a_draft_model_of_rank_0_alone(tmp_path):
 def test_the_command_line(tmp_path):
     words = ("generate", "demo", "--device", "cpu", "-p", "def main():", "--max-tokens", "24", "--temperature", "0")
     alone = subprocess.run(
-        [sys.executable, "-m", "inferplane", *words], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+        [sys.executable, "-m", "inferplane", *words], cwd=ROOT, capture_output=True, text=True, check=True,
+        timeout=SECONDS,
+    )  # fmt: skip
     out, err = done(torchrun("-m", "inferplane", *words))
     assert out == alone.stdout and out.strip()
     assert err.count("tokens/s") <= 1
@@ -129,6 +129,7 @@ def test_what_two_ranks_cannot_share(tmp_path):
 def test_a_rank_that_is_killed_ends_the_others(tmp_path):
     """Rank 0's requests end with an error, and nothing hangs."""
     process = torchrun("tests/e2e/lost.py")
+    wait_for_output(process, SECONDS)
     pid = int(process.stdout.readline())
     os.kill(pid, signal.SIGKILL)
     began = time.monotonic()
@@ -138,6 +139,7 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path):
 
 def test_ctrl_c_ends_all_ranks(tmp_path):
     process = torchrun("tests/e2e/lost.py")
+    wait_for_output(process, SECONDS)
     assert process.stdout.readline()
     os.killpg(process.pid, signal.SIGINT)
     done(process, code=None)

@@ -47,16 +47,25 @@ def change(text: str, diff: str) -> str:
 
 
 class Reader:
-    """Follows the page in an empty folder: writes files, applies changes and runs commands."""
+    """Follows a page in a folder: writes files, applies changes and runs commands.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: empty, or with what the page presumes.
+        paths: where Python looks before the source tree.
+    """
+
+    def __init__(self, folder: Path, *paths: Path) -> None:
         self.folder, self.exports = folder, ""
         programs = folder / ".programs"
         programs.mkdir(parents=True)
         for name, command in (("inferplane", "-m inferplane"), ("python", "")):
             (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {command} "$@"\n', encoding="utf-8")
             (programs / name).chmod(0o755)
-        self.env = environment() | {"COLUMNS": "100", "NO_COLOR": "1", "PATH": f"{programs}:{os.environ['PATH']}"}
+        self.env = environment(paths=tuple(map(str, paths))) | {
+            "COLUMNS": "100",
+            "NO_COLOR": "1",
+            "PATH": f"{programs}:{os.environ['PATH']}",
+        }
         del self.env["INFERPLANE_PLUGINS"]
 
     def follow(self, language: str, name: str, body: str) -> None:
@@ -69,7 +78,7 @@ class Reader:
                 left_out = missing(shown, output)
                 assert left_out is None, f"$ {command}\ndoes not print\n{left_out}\nbut\n{output}"
         else:
-            (self.folder / name).parent.mkdir(exist_ok=True)
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             (self.folder / name).write_text(body, encoding="utf-8")
 
     def run(self, command: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
     ),
 }
 
+CASES = {"llama": LLAMA, "deepseek": DEEPSEEK, **{family: cases for family, (_, _, cases) in FAMILIES.items()}}
+"""The cases of every family."""
+
 
 def llama_config(**changes: Any) -> Any:
     from transformers import LlamaConfig
@@ -157,7 +161,7 @@ def llama_config(**changes: Any) -> Any:
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
     }
-    return _config(LlamaConfig, {**sizes, **changes})
+    return make_config(LlamaConfig, {**sizes, **changes})
 
 
 def deepseek_config(**changes: Any) -> Any:
@@ -186,14 +190,14 @@ def deepseek_config(**changes: Any) -> Any:
         "v_head_dim": 24,
         "max_position_embeddings": 512,
     }
-    return _config(DeepseekV3Config, {**sizes, **changes})
+    return make_config(DeepseekV3Config, {**sizes, **changes})
 
 
-def _config(kind: type, entries: dict[str, Any]) -> Any:
+def make_config(kind: type, entries: dict[str, Any]) -> Any:
     """A config with rotary settings in the spelling of the transformers that is installed, and no end of text."""
     from transformers import __version__
 
-    rope = entries.pop("rope", None)
+    rope = copy.deepcopy(entries.pop("rope", None))  # transformers adds entries to it
     if rope is not None and int(__version__.split(".")[0]) >= 5:
         entries["rope_parameters"] = rope
     elif rope is not None:
@@ -206,11 +210,12 @@ def random_model(config: Any, seed: int = 0) -> Any:
     """A model whose every weight matters: no norm of ones, no bias of zeros, activations of ordinary size."""
     import transformers
 
-    model = getattr(transformers, type(config).__name__.replace("Config", "ForCausalLM"))(config).eval()
+    name = type(config).__name__.removesuffix("Config").removesuffix("Text")
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, t in [*model.named_parameters(), *model.named_buffers()]:
-            if name.endswith(("inv_freq", "original_inv_freq")):
+            if name.endswith(("inv_freq", "original_inv_freq", "embed_scale")):
                 continue
             noise = torch.randn(t.shape, generator=draw)
             if "norm" in name:
@@ -238,7 +243,7 @@ def config_of(family: str, case: str, **changes: Any) -> Any:
         import transformers
 
         kind, sizes, cases = FAMILIES[family]
-        return _config(getattr(transformers, kind), {**SMALL, **sizes, **cases[case], **changes})
+        return make_config(getattr(transformers, kind), {**SMALL, **sizes, **cases[case], **changes})
     return deepseek_config(**{**DEEPSEEK[case], **changes})
 
 

@@ -7,6 +7,7 @@ and on a folder with a planted fault, where it must find exactly that. A rule th
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import json
 import os
@@ -20,6 +21,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+CORE_PACKAGE = REPOSITORY / "core" / "inferplane"
+BACKEND_PACKAGES = sorted(path for path in REPOSITORY.glob("backends/*/inferplane_*") if path.is_dir())
+SHIPPED = (CORE_PACKAGE, *BACKEND_PACKAGES)
+"""The packages that users install."""
 DEVICES = tuple(sorted(path.parent.name for path in REPOSITORY.glob("backends/*/backend.json")))
 IN_TREE = ",".join(("only", *(f"inferplane_{device}.plugin" for device in DEVICES)))
 """Value of INFERPLANE_PLUGINS that serves the backends of this repository, whatever is installed."""
@@ -30,6 +35,17 @@ SOURCE_PATHS = tuple(str(REPOSITORY / part) for part in ("core", *(f"backends/{d
 def python_files(*roots: Path) -> Iterator[Path]:
     for root in roots:
         yield from sorted(path for path in root.rglob("*.py") if "__pycache__" not in path.parts)
+
+
+@functools.lru_cache(maxsize=2048)
+def _tree(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+def parsed(*roots: Path) -> Iterator[tuple[Path, ast.Module]]:
+    """The Python files below `roots` with their syntax trees, which rules share and do not change."""
+    for path in python_files(*roots):
+        yield path, _tree(path.read_text(encoding="utf-8"))
 
 
 def finding(path: Path, line: int, what: str) -> str:
@@ -93,6 +109,22 @@ def bad_names(*roots: Path) -> list[str]:
             if isinstance(node, ast.ClassDef) and re.search(r"^_?Base(?![a-z])|Manager$|Impl$", node.name):
                 found.append(finding(path, node.lineno, f"class {node.name}: say what it is, not that it is one"))
     return found
+
+
+_CLOCK = re.compile(r"\btime\.time(?:_ns)?\(|\bdatetime\.(?:now|utcnow|today)\(")
+
+
+def readings_of_the_clock(*roots: Path, allowed: dict[str, str]) -> list[str]:
+    """Lines that read the clock that people set, in files that `allowed` (end of path -> reason) does not list: limits
+    of time are kept by `time.monotonic`.
+    """
+    return [
+        finding(path, number, "reads the clock that people set: use time.monotonic")
+        for path in python_files(*roots)
+        if not path.as_posix().endswith(tuple(allowed))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if _CLOCK.search(line)
+    ]
 
 
 def long_files(*roots: Path, allowed: dict[str, str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Rules of structure: circles of imports, sizes, what may look behind what, and words that names must not have.
+"""Rules of structure: circles of imports, sizes of folders, classes and signatures, one home for each class name.
 
 As in `rules.py`, each rule reads a folder and returns its findings, so that it can be run on a planted fault too.
 """
@@ -10,40 +10,52 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tests.house.rules import finding, python_files
+from tests.house.rules import finding, parsed
 
 MAX_FILES_IN_A_FOLDER = 20
+MAX_FILES_IN_AN_ENGINE_PACKAGE = 12
 MAX_CLASS_LINES = 300
 MAX_PARAMETERS = 10
 CODE_SUFFIXES = (".py", ".h", ".cpp", ".cu")
-
-
-def _parsed(*roots: Path) -> Iterator[tuple[Path, ast.Module]]:
-    for path in python_files(*roots):
-        yield path, ast.parse(path.read_text(encoding="utf-8"))
 
 
 # ------------------------------------------------------------------ imports
 
 
 def import_graph(*packages: Path) -> dict[str, set[str]]:
-    """Module -> modules of these packages that it imports anywhere: in functions and under TYPE_CHECKING too."""
+    """Module -> modules of these packages that it imports anywhere: in functions and under TYPE_CHECKING too.
+
+    Relative imports count, and `import_module` and `__import__` of a constant.
+    """
     files = {}
     for package in packages:
-        for path in python_files(package):
+        for path, tree in parsed(package):
             parts = path.relative_to(package.parent).with_suffix("").parts
-            files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+            files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path, tree
     graph: dict[str, set[str]] = {}
-    for module, path in files.items():
+    for module, (path, tree) in files.items():
         found: set[str] = set()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        inside = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                inner = {f"{node.module}.{alias.name}" for alias in node.names}
-                found |= {name if name in files else node.module for name in inner}
+            elif isinstance(node, ast.ImportFrom):
+                source = _absolute(node.level * "." + (node.module or ""), inside)
+                inner = {f"{source}.{alias.name}" for alias in node.names}
+                found |= {name if name in files else source for name in inner}
+            elif isinstance(node, ast.Call) and re.search(r"\b(import_module|__import__)$", ast.unparse(node.func)):
+                texts = [x.value for x in node.args if isinstance(x, ast.Constant) and isinstance(x.value, str)]
+                found |= {_absolute(texts[0], texts[1] if len(texts) > 1 else inside)} if texts else set()
         graph[module] = {name for name in found if name in files and name != module}
     return graph
+
+
+def _absolute(name: str, package: str) -> str:
+    """The full name of a module that code in a package calls `name`, which begins with a dot a level."""
+    below = name.lstrip(".")
+    levels = len(name) - len(below)
+    parts = package.split(".") if levels else []
+    return ".".join((*parts[: len(parts) - levels + 1], *filter(None, (below,))))
 
 
 def import_circles(*packages: Path) -> list[str]:
@@ -88,14 +100,14 @@ def import_circles(*packages: Path) -> list[str]:
 # ------------------------------------------------------------------ sizes
 
 
-def crowded_folders(*roots: Path, alike: tuple[str, ...] = ()) -> list[str]:
-    """Folders with more than 20 code files; those in `alike` hold a list of files of one kind (families, cases)."""
+def crowded_folders(*roots: Path, alike: tuple[str, ...] = (), most: int = MAX_FILES_IN_A_FOLDER) -> list[str]:
+    """Folders with more than `most` code files; those in `alike` hold a list of files of one kind (families, cases)."""
     found = []
     for root in roots:
         for folder in sorted({path.parent for path in root.rglob("*") if path.suffix in CODE_SUFFIXES}):
             files = [path for path in folder.iterdir() if path.suffix in CODE_SUFFIXES]
-            if len(files) > MAX_FILES_IN_A_FOLDER and not folder.as_posix().endswith(alike or ("\0",)):
-                found.append(f"{folder}: {len(files)} code files; at most {MAX_FILES_IN_A_FOLDER} that are not alike")
+            if len(files) > most and not folder.as_posix().endswith(alike or ("\0",)):
+                found.append(f"{folder}: {len(files)} code files; at most {most} that are not alike")
     return found
 
 
@@ -103,193 +115,64 @@ def long_classes(*roots: Path) -> list[str]:
     """Classes over 300 lines."""
     return [
         finding(path, node.lineno, f"class {node.name} has {lines} lines; at most {MAX_CLASS_LINES}")
-        for path, tree in _parsed(*roots)
+        for path, tree in parsed(*roots)
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
         and (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > MAX_CLASS_LINES
     ]
 
 
-def long_signatures(*roots: Path, device_code: tuple[str, ...] = ()) -> list[str]:
-    """Public functions with more than 10 parameters. Paths that contain one of `device_code` hold kernels' bodies."""
+DEVICE_CODE = re.compile(r"^(?:\w+\.)*(?:jit|constexpr_function|aggregate)$")
+"""Decorators of Triton and Gluon: the body is device code, whose arguments are pointers, strides and sizes."""
+
+
+def long_signatures(*roots: Path) -> list[str]:
+    """Public functions and lambdas with more than 10 parameters, `*args` and `**kwargs` among them; not device code."""
     found = []
-    for path, tree in _parsed(*roots):
-        if any(part in path.as_posix() for part in device_code):
-            continue
+    for path, tree in parsed(*roots):
         for node in ast.walk(tree):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not re.match(r"_(?!_init__)", node.name):
-                names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-                count = len([name for name in names if name not in ("self", "cls")])
-                if count > MAX_PARAMETERS:
-                    found.append(finding(path, node.lineno, f"{node.name} has {count} parameters: make a record"))
-    return found
-
-
-# ------------------------------------------------------------------ the abstraction
-
-MAY_LOOK_BEHIND = ("binding/link.py", "plugins/discovery.py")
-
-
-def looks_behind_methods(*roots: Path) -> list[str]:
-    """`__self__` and `__func__` outside of where kernels are bound and plugins are discovered."""
-    return [
-        finding(path, node.lineno, f"looks behind a bound method ({node.attr}); ask binding for what you need")
-        for path, tree in _parsed(*roots)
-        if not path.as_posix().endswith(MAY_LOOK_BEHIND)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and node.attr in ("__self__", "__func__")
-    ] + [
-        finding(path, node.lineno, f"looks behind a bound method ({node.value})")
-        for path, tree in _parsed(*roots)
-        if not path.as_posix().endswith(MAY_LOOK_BEHIND)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and node.value in ("__self__", "__func__")
-    ]
-
-
-_SHARED_TYPES = re.compile(r"\b(Tensor|Batch|LayerKV|KVCache|View)\b")
-_SHARED_NAMES = frozenset({"batch", "kv", "logits", "view", "x", "hidden", "residual", "p", "cache"})
-_HINT = "pass a typed result, or keep it in once(key, make)"
-
-
-def attributes_on_results(*roots: Path) -> list[str]:
-    """Attributes that a function sets on a tensor, batch, cache or view it was given or made: they get lost on a copy.
-
-    A name counts as one of these by its annotation, by what it is assigned from (`torch.…`), or by its usual name.
-    """
-    found = []
-    for path, tree in _parsed(*roots):
-        for function in ast.walk(tree):
-            if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                shared = _shared_names(function)
-                found += [finding(path, line, what) for line, what in _set_on(function, shared)]
-    return sorted(set(found))
-
-
-def _shared_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
-    names = set(_SHARED_NAMES)
-    for parameter in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs):
-        if parameter.annotation is not None and _SHARED_TYPES.search(ast.unparse(parameter.annotation)):
-            names.add(parameter.arg)
-    for node in ast.walk(function):
-        if isinstance(node, ast.AnnAssign) and _SHARED_TYPES.search(ast.unparse(node.annotation)):
-            names |= {node.target.id} if isinstance(node.target, ast.Name) else set()
-        elif isinstance(node, ast.Assign) and re.match(r"torch\.|make_batch\(", ast.unparse(node.value)):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return names - {"self", "cls"}
-
-
-def _set_on(function: ast.AST, shared: set[str]) -> Iterator[tuple[int, str]]:
-    def is_shared(node: ast.AST) -> bool:
-        return isinstance(node, ast.Name) and node.id in shared
-
-    for node in ast.walk(function):
-        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
-            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                on_shared = isinstance(target, ast.Attribute) and is_shared(target.value) and target.attr != "data"
-                if on_shared or (isinstance(target, ast.Subscript) and _is_dict_of_another(target.value)):
-                    yield node.lineno, f"sets {ast.unparse(target)}: {_HINT}"
-        elif isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            on_shared = called in ("setattr", "object.__setattr__") and bool(node.args) and is_shared(node.args[0])
-            in_dict = isinstance(node.func, ast.Attribute) and _is_dict_of_another(node.func.value)
-            if on_shared or (in_dict and called.endswith((".setdefault", ".update", ".pop"))):
-                yield node.lineno, f"{ast.unparse(node)}: {_HINT}"
-
-
-def _is_dict_of_another(node: ast.AST) -> bool:
-    """Whether an expression is `name.__dict__` of something else than `self`."""
-    is_dict = isinstance(node, ast.Attribute) and node.attr == "__dict__"
-    return is_dict and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
-
-
-def compares_op_names(*roots: Path, names: frozenset[str]) -> list[str]:
-    """Comparisons with an op's name: an op says what it is by an attribute of its class.
-
-    Args:
-        roots: folders to read.
-        names: the names of all ops.
-    """
-    found = []
-    for path, tree in _parsed(*roots):
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Compare):
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
                 continue
-            sides = [node.left, *node.comparators]
-            parts = [x for side in sides for x in (getattr(side, "elts", None) or [side])]
-            named = [x.value for x in parts if isinstance(x, ast.Constant) and x.value in names]
-            about_ops = re.search(r"\b(op|kernel|child|site)\w*(\.name|\.op)?\b|\.name\b", ast.unparse(node))
-            if named and about_ops:
-                found.append(finding(path, node.lineno, f"compares an op's name ({', '.join(named)}): give Op a trait"))
+            name = getattr(node, "name", "lambda")
+            decorators = [ast.unparse(each).partition("(")[0] for each in getattr(node, "decorator_list", ())]
+            if re.match(r"_(?!_init__)", name) or any(map(DEVICE_CODE.match, decorators)):
+                continue
+            arguments = node.args
+            names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+            names += [a.arg for a in (arguments.vararg, arguments.kwarg) if a]
+            count = len([each for each in names if each not in ("self", "cls")])
+            if count > MAX_PARAMETERS:
+                found.append(finding(path, node.lineno, f"{name} has {count} parameters: make a record"))
     return found
 
 
-# ------------------------------------------------------------------ words
-
-BANNED_WORDS: dict[str, str] = {
-    "asked": "requested",
-    "asks": "requests",
-    "chain": "layers, decoder_stack or model",
-    "coded": "quantized",
-    "codes": "quantized values, or quantizes_to",
-    "crowd": "oversubscription",
-    "crowded": "oversubscribed",
-    "cut": "limit, truncate, chunk or slice",
-    "cuts": "limits, chunks or slices",
-    "door": "admission or gate",
-    "ends": "end_tokens, boundaries or stops",
-    "everybody": "all, or what they are",
-    "fixed": "batch_invariant or constant",
-    "gone": "closed, removed or lost",
-    "guess": "estimate",
-    "hand": "pass, attach or return",
-    "handed": "given, or the type of what is passed",
-    "kept": "stored, remaining or filtered",
-    "let": "allow, or what it does",
-    "likeliest": "argmax or top-k",
-    "meant": "intended or requested",
-    "nobody": "none",
-    "offered": "available or supported",
-    "offers": "supports",
-    "riddle": "what it means",
-    "room": "capacity, free blocks or arena",
-    "said": "message or reason",
-    "sixteens": "multiple_of_16",
-    "somebody": "caller, user or request",
-    "told": "explicit, reported or requested",
-    "turn": "lock, order, repeat or chat message",
-    "turns": "lock, order, repeats or chat messages",
-    "uncoded": "not_quantized",
-    "usual": "expected or default",
-    "varied": "reorderable",
-    "wanted": "requested",
-    "wants": "requests",
-    "weigh": "token_weights or compare",
-    "whoever": "caller",
-}
-"""Words that nobody would search for, and what to say instead."""
+# ------------------------------------------------------------------ names of classes
 
 
-def banned_names(*roots: Path, allowed: Mapping[str, str] | None = None) -> list[str]:
-    """Names of modules, classes, functions, parameters and fields that contain a banned word.
+def shared_class_names(*roots: Path, allowed: Mapping[str, str] | None = None) -> list[str]:
+    """Class names, nested and private ones included, that several modules define; `_Line` is the same as `Line`.
 
     Args:
         roots: folders to read.
-        allowed: names that may stay, each with its reason: an entry that no longer occurs is a finding too.
+        allowed: names that may have several homes, each with its reason: an entry that has one is a finding too.
     """
+    homes: dict[str, set[str]] = {}
+    for path, tree in parsed(*roots):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name.lstrip("_"), set()).add(finding(path, node.lineno, "")[:-2])
     allowed = allowed or {}
-    found, met = [], set()
-    for path, tree in _parsed(*roots):
-        for line, name in (*_defined(tree), (1, path.stem)):
-            words = re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
-            for word in words:
-                if word not in BANNED_WORDS:
-                    continue
-                if name in allowed:
-                    met.add(name)
-                else:
-                    found.append(finding(path, line, f"{name}: {word!r} says little; say {BANNED_WORDS[word]}"))
-    return found + [f"{name}: allowed, and no longer there" for name in sorted(set(allowed) - met)]
+    several = {
+        name: sorted(places)
+        for name, places in homes.items()
+        if len({place.rpartition(":")[0] for place in places}) > 1
+    }
+    found = [
+        f"{places[0]}: class {name} is also in {', '.join(places[1:])}"
+        for name, places in sorted(several.items())
+        if name not in allowed
+    ]
+    return found + [f"{name}: allowed, and has one home" for name in sorted(set(allowed) - set(several))]
 
 
 def _defined(tree: ast.Module) -> Iterator[tuple[int, str]]:

@@ -52,8 +52,11 @@ FOLDER = {
     "inferplane_newchip/__init__.py": '"""The backend of a new chip."""\n',
     "inferplane_newchip/plugin.py": PLUGIN,
     "inferplane_newchip/backend.py": BACKEND,
+    "inferplane_newchip/driver.py": '"""The vendor\'s packages."""\nimport nc\nimport nc.streams\n',
 }
 LIST = '[project.entry-points."inferplane.plugins"]\n'
+"""The one list that a backend has to be in. An extra (`[project.optional-dependencies]`) is for a vendor whose packages
+an index serves: this backend has none."""
 
 
 @pytest.fixture(scope="module")
@@ -136,3 +139,14 @@ def test_the_contracts_of_imports_hold_for_it(tree, run, package, line, contract
     shown = run(sys.executable, "tools/lint_imports.py", code=1 if package else 0)
     planted.unlink()
     assert not package or contract in shown.partition("Broken contracts")[2]
+
+
+def test_types_are_checked_without_its_vendors_packages(tree, run):
+    """A backend may import what only its vendor has; what core imports has to be there or be listed."""
+    pytest.importorskip("mypy")
+    command = (sys.executable, "-m", "mypy", "--follow-imports=skip")
+    run(*command, str(tree / "backends/newchip/inferplane_newchip/driver.py"))
+    planted = tree / "core" / "inferplane" / "plugins" / "planted.py"
+    planted.write_text("import nc\n")
+    assert "[import-not-found]" in run(*command, str(planted), code=1)
+    planted.unlink()

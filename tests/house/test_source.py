@@ -112,3 +112,29 @@ def test_folders_unlike(tmp_path):
     plant(tmp_path / "core", "", "__init__.py")
     (tmp_path / "backends" / "x" / "README.md").unlink()
     assert len(rules.folder_shape(tmp_path)) == 2
+
+
+# End of a path -> why it may read the clock that people set.
+READ_THE_CLOCK = {
+    "dialogue/render.py": "templates name the date",
+    "verbs/bench/startup.py": "compares times of two processes",
+    "verbs/bench/startup_process.py": "compares times of two processes",
+    "verbs/bench/environment.py": "the date of a report",
+    "conformance/evidence.py": "the date of a report",
+    "serving/model.py": "`created` of OpenAI's format",
+    "serving/rendering.py": "`created` of OpenAI's format",
+    "serving/logs.py": "the time of a line",
+    "serving/tracing.py": "the time of a span",
+}
+
+
+def test_limits_of_time_are_kept_by_a_clock_that_nobody_sets():
+    none(rules.readings_of_the_clock(*rules.SHIPPED, allowed=READ_THE_CLOCK))
+
+
+@pytest.mark.parametrize(
+    "text", ["limit = time.time() + 3", "x = time.time_ns()", "datetime.now()", "datetime.datetime.utcnow()"]
+)
+def test_a_limit_kept_by_the_clock(tmp_path, text):
+    assert len(rules.readings_of_the_clock(plant(tmp_path, text), allowed={})) == 1
+    none(rules.readings_of_the_clock(plant(tmp_path, "limit = time.monotonic() + 3"), allowed={}))

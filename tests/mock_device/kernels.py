@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from inferplane.binding.link import View
 from inferplane.ops import MoERoute, Rope
 from inferplane.plugin import Batch, HostLens, Kernel, LayerKV, Packing, Row, When
 from tests.mock_device.hidden import DeviceTensor, lifted, lowered
@@ -40,7 +41,7 @@ def _lower_view(view: Any) -> Any:
         if isinstance(value, torch.Tensor):
             assert isinstance(value, DeviceTensor), "a weight was left on the host"
             return value.raw
-        return _lower_view(value) if type(value) is type(view) else value
+        return _lower_view(value) if isinstance(value, View) else value
 
     return SimpleNamespace(**{name: low(value) for name, value in vars(view).items()})
 

@@ -29,7 +29,7 @@ from inferplane.plugin import (
 )
 from tests.mock_device import hidden, kernels, kvcache
 
-INFERPLANE_API = (1, 0)
+INFERPLANE_API = (1, 1)
 
 
 class MockBackend(Backend):

@@ -11,7 +11,7 @@ from tests.serving.live import Live
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Live]:
-    with Live("--max-num-seqs", "16") as live:
+    with Live("--max-num-seqs", "16", "--allowed-hosts", "*") as live:
         yield live
         assert live.process.poll() is None, live.text[-3000:]
         live.at_rest()

@@ -215,9 +215,9 @@ class Small:
     async def send(self, path: str, body: dict[str, Any]) -> tuple[int, str, bool]:
         """Send one request; return status, text, and whether the answer was marked complete."""
         assert self.app is not None
-        message = {"type": "http.request", "body": httpx.Request("POST", "http://x", json=body).content}
+        message = {"type": "http.request", "body": httpx.Request("POST", "http://localhost", json=body).content}
         scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
-        scope["headers"] = [(b"content-type", b"application/json"), (b"host", b"x")]
+        scope["headers"] = [(b"content-type", b"application/json"), (b"host", b"localhost")]
         given, said, state = asyncio.Queue[Any](), bytearray(), {"status": 0, "complete": False}
         given.put_nowait(message)
 
@@ -278,7 +278,7 @@ class Small:
         assert self.service is not None
         service = self.service
         limit = asyncio.get_running_loop().time() + 20
-        while service.slots.in_use or service._generations or self.gate.held_bytes:
+        while service.slots.in_use or service._generations or service.body_memory.held_bytes:
             assert asyncio.get_running_loop().time() < limit, "slots, generations or bytes were kept"
             await asyncio.sleep(0.005)
         engine = service.engine

@@ -57,7 +57,9 @@ class Live:
             name: int(listening[name].rpartition(":")[2]) for name in ("health", "metrics") if name in listening
         }
         key = args[args.index("--api-key") + 1] if "--api-key" in args else ""
-        self._headers = {"authorization": f"Bearer {key}".encode()} if key else {}
+        self._headers: dict[str, bytes] = {}
+        if key:
+            self.use_key(key)
         self.scheme = "https" if "--tls-cert" in args else "http"
         self.url = f"{self.scheme}://{self.host}:{self.port}"
         if wait:
@@ -87,6 +89,10 @@ class Live:
                 assert not over and time.monotonic() < limit, f"no {name!r} {facts} in the log:\n{self.text[-3000:]}"
                 self._news.wait(0.1)
             return line
+
+    def use_key(self, key: str) -> None:
+        """Send this key from now on."""
+        self._headers = {"authorization": f"Bearer {key}".encode()}
 
     def client(self, **more: Any) -> httpx.Client:
         """A client of it, with its key."""

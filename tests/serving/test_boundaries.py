@@ -167,6 +167,29 @@ def test_options_of_a_stream_are_for_streams(client, stream):
         assert answer.status_code == 200 and '"usage":{' in answer.text
 
 
+LONG = "The quick brown fox jumps. " * 110_000  # three million characters for a model of 2048 tokens
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": LONG}, "prompt"),
+        ("/v1/completions", {"prompt": ["x", LONG]}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, "messages"),
+        ("/v1/completions", {"text": LONG}, "text"),
+        ("/v1/embeddings", {"input": LONG}, "input"),
+        ("/tokenize", {"prompt": LONG}, "prompt"),
+    ],
+)
+def test_a_text_far_beyond_the_limit(client, path, body, param):
+    answer = client.post(path, json=body)
+    said = answer.json()
+    assert answer.status_code == 400, answer.text[:300]
+    error = said.get("error") or {"message": said["error_msg"], "param": said["param"]}
+    assert "2970000 characters" in error["message"] and "more than 2048 tokens" in error["message"]
+    assert error["param"] == param and error.get("code", "context_length_exceeded") == "context_length_exceeded"
+
+
 def test_unknown_fields_are_named_in_a_header(client):
     answer = ask(client, "/v1/completions", "frobnicate", {"deep": 1})
     assert answer.status_code == 200

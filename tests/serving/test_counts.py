@@ -102,7 +102,7 @@ def send(live: Live, head: str, body: bytes = b"") -> bytes:
 
 def wire(live: Live, times: int) -> None:
     """Cause each kind of refusal over HTTP a number of times, each over its own connection."""
-    line = "POST /v1/completions HTTP/1.1\nHost: x\nConnection: close\nContent-Type: application/json\n"
+    line = "POST /v1/completions HTTP/1.1\nHost: localhost\nConnection: close\nContent-Type: application/json\n"
     auth = "Authorization: Bearer k\n"
     body = json.dumps({"prompt": "x", "temperature": -1}).encode()
     for _ in range(times):

@@ -10,7 +10,9 @@ import pytest
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "native"])
 def test_every_dialect_has_a_timeout(server, path):
-    body = {"max_tokens": 1500, "ignore_eos": True, "timeout": 0.3}
+    body = {"max_tokens": 1500, "timeout": 0.3}
+    if path != "native":  # which has no such field
+        body["ignore_eos"] = True
     if path == "/v1/chat/completions":
         body["messages"] = [{"role": "user", "content": "x"}]
     else:
@@ -38,6 +40,18 @@ def test_completions_are_constrained_as_chats_are(server):
         for more in ({"regex": "a", "grammar": 'start: "a"'}, {"text": "x", "prompt": None, "regex": "a"}):
             answer = client.post("/v1/completions", json={**body, **more})
             assert answer.status_code == 400, answer.text
+
+
+@pytest.mark.parametrize("grammar", ["start: <|eos|>", "start: <[1]>", "start: <[0-1]>", 'start: "a" <|eos|>'])
+def test_a_grammar_that_names_an_end_token_ends_with_it(server, grammar):
+    with server.client() as client:
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            text = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
+            answer = client.post(path, json={**text, "max_tokens": 20, "temperature": 0, "grammar": grammar})
+            if answer.status_code == 200:
+                assert answer.json()["choices"][0]["finish_reason"] == "stop"
+            else:
+                assert answer.status_code == 400 and ".." not in answer.json()["error"]["message"], answer.text
 
 
 def test_what_asks_again_and_again_is_no_news(server):

@@ -7,13 +7,15 @@ dead and the health routes say so.
 from __future__ import annotations
 
 import asyncio
+import logging
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from inferplane.engine.clients import async_llm, local
+from inferplane.confined import ConfinedProcess
+from inferplane.engine.clients import local, streams
 from inferplane.engine.clients.inputs import InputProcessor
 from inferplane.engine.clients.llm import LLM
 from inferplane.engine.clients.process import messages, remote
@@ -28,7 +30,6 @@ from inferplane.engine.sampling.sampler import Sampler
 from inferplane.engine.schedule.scheduler import Scheduler
 from inferplane.kvcache import BlockAllocator
 from inferplane.serving import logs, native
-from inferplane.serving.chat_template import template
 from inferplane.serving.generation import Generation
 from inferplane.serving.http import chat, completions
 from inferplane.serving.model import ServedModel
@@ -37,7 +38,7 @@ from tests.serving.faults import Fault, Small, failing, run
 
 SEAMS: dict[str, tuple[Any, str]] = {
     "tokenizer": (ServedModel, "encode"),
-    "chat template": (template._Worker, "_exchange"),
+    "chat template": (ConfinedProcess, "ask"),
     "admission": (Service, "_accept"),
     "generation": (Generation, "start"),
     "submission": (local.LocalEngine, "submit"),
@@ -61,7 +62,7 @@ SEAMS: dict[str, tuple[Any, str]] = {
     "step": (engine.Engine, "step"),
     "timings": (Request, "timings"),
     "engine's metrics": (Metrics, "observe"),
-    "delivery": (async_llm._Mailbox, "deliver"),
+    "delivery": (streams.Mailbox, "deliver"),
     "piece": (Generation, "_receive"),
     "completion's piece": (completions.CompletionRendering, "piece"),
     "completion's whole": (completions.CompletionRendering, "full_response"),
@@ -84,7 +85,7 @@ MESSAGES: dict[str, tuple[Any, str]] = {
     "the server reads": (remote.RemoteEngine, "_receive"),
     "the server handles": (remote.RemoteEngine, "_handle"),
     "delivery beyond": (process.Connection, "deliver"),
-    "delivery here": (async_llm._Mailbox, "deliver"),
+    "delivery here": (streams.Mailbox, "deliver"),
     "an answer": (remote.RemoteEngine, "_settle"),
 }
 """Further functions that fail, if the engine has its own process."""
@@ -118,3 +119,29 @@ def test_each_call_fails_once(name, tmp_path):
 @pytest.mark.parametrize("name", MESSAGES)
 def test_each_message_fails_once(name, tmp_path):
     fail_each(tmp_path, *MESSAGES[name], Fault("on purpose"), by_messages=True)
+
+
+@pytest.mark.parametrize("by_messages", [False, True])
+def test_the_place_of_a_fault_is_logged_and_not_sent(by_messages, tmp_path, monkeypatch):
+    """Clients read what failed; the file and line of a plugin's code are for those who run the server."""
+
+    def fail(runner: Any, batch: Any) -> Any:
+        raise Fault("a kernel")
+
+    place = f"{__file__}:{fail.__code__.co_firstlineno + 1}"
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+
+    async def work(server: Small) -> None:
+        await server.start()
+        with monkeypatch.context() as patch:
+            patch.setattr(logging.getLogger("inferplane.serving"), "handlers", [handler])
+            patch.setattr(Runner, "run", fail)
+            found = await server.ask()
+        assert all("Fault: a kernel" in text and __file__ not in text for _, text, _ in found), found
+        facts = [vars(r).get("facts", {}) for r in records if r.msg == "a sequence failed in the engine"]
+        assert facts and all(fact["why"] == f"Fault: a kernel at {place}" for fact in facts), facts
+        assert await server.at_rest()
+
+    run(tmp_path, work, by_messages=by_messages)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -30,9 +31,10 @@ BODIES = (
 )
 
 
-def test_one_task_continues_per_pass_and_a_cancelled_task_delays_none():
+@pytest.mark.parametrize("per_pass", [1, 2, 3])
+def test_few_tasks_continue_per_pass_and_a_cancelled_task_delays_none(per_pass):
     async def work() -> None:
-        loop, limiter, passes = asyncio.get_running_loop(), LoopPassLimiter(), 0
+        loop, limiter, passes = asyncio.get_running_loop(), LoopPassLimiter(per_pass), 0
         went: dict[int, int] = {}
 
         def tick() -> None:
@@ -45,12 +47,13 @@ def test_one_task_continues_per_pass_and_a_cancelled_task_delays_none():
             went[i] = passes
 
         tick()
-        tasks = [asyncio.create_task(one(i)) for i in range(6)]
+        tasks = [asyncio.create_task(one(i)) for i in range(10)]
         await asyncio.sleep(0)
-        tasks[2].cancel()
+        tasks[4].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert list(went) == [0, 1, 3, 4, 5]
-        assert len(set(went.values())) == 5, went
+        assert list(went) == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+        assert max(Counter(went.values()).values()) == per_pass, went
+        assert len(set(went.values())) == -(-9 // per_pass), went
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         alone = asyncio.create_task(one(9))

@@ -19,8 +19,9 @@ from inferplane.serving.http.tools import ToolPlan, ToolReader, parse_calls
 from inferplane.serving.model import ServedModel
 from inferplane.serving.native import NativeRequest, is_native
 from inferplane.serving.rendering import Frames, encode_event
+from inferplane.serving.request_fields import CONSTRAINTS
 from inferplane.serving.settings import ServerSettings
-from inferplane.serving.wire import CONSTRAINTS, parse, unknown_fields, validate
+from inferplane.serving.wire import parse, unknown_fields, validate
 
 # ---------------------------------------------------------------- JSON
 
@@ -129,6 +130,25 @@ def test_unknown_fields_are_accepted_and_listed():
 def test_dialects_are_distinguished():
     assert is_native({"text": "x"}) and is_native({"messages": [], "req_id": "1"})
     assert not is_native({"messages": [], "max_tokens": 3, "stream": True})
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "mark"),
+    [
+        (
+            "/v1/chat/completions",
+            {"model": "demo", "messages": [{"role": "user", "content": "x"}], "topp": 0.1},
+            "topp",
+        ),
+        ("/v1/chat/completions", {"model": "demo", "messages": [{"content": "x"}], "text": "x"}, "text"),
+        ("/v1/completions", {"prompt": "x", "text": "y"}, "text"),
+        ("/v1/completions", {"model": "demo", "prompt": "x", "req_id": "1"}, "req_id"),
+        ("/v1/completions", {"prompt": [5], "input_ids": [5], "stream": True}, "input_ids"),
+    ],
+)
+def test_fields_of_both_dialects_are_refused_in_the_form_of_openai(client, path, body, mark):
+    answer = client.post(path, json=body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == mark, answer.text
 
 
 # ---------------------------------------------------------------- tools

@@ -20,7 +20,9 @@ REJECTED = 'inferplane:requests_rejected_total{reason="queue_full"}'
 
 
 def head(length: int, path: str = "/v1/completions") -> bytes:
-    words = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
+    words = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
+    )
     return words.encode()
 
 

@@ -223,7 +223,7 @@ def leave(server: Live, body: dict, pieces: int, *before: dict) -> None:
     """Send requests in one write, read a number of pieces of the last, and close the connection."""
     asked = b""
     for data in (json.dumps(b).encode() for b in (*before, body)):
-        asked += b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        asked += b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         asked += b"Content-Length: %d\r\n\r\n%b" % (len(data), data)
     with server.connect() as sock:
         sock.sendall(asked)

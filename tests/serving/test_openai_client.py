@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import jsonschema
 import openai
@@ -334,3 +335,30 @@ def test_leaving_a_stream_early_ends_its_request(server):
     asyncio.run(run())
     after = server.at_rest()
     assert after['inferplane:requests_aborted_total{cause="disconnect"}'] == before + 1
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("more", [{}, {"logprobs": True}, {"return_token_ids": True}])
+def test_usage_so_far_in_each_chunk(server, path, n, more):
+    chat = "chat" in path
+    logprobs = {"logprobs": 1} if more.get("logprobs") and not chat else more
+    asked: dict[str, Any] = {**GREEDY, "max_tokens": 6, "ignore_eos": True, "n": n, "stream": True, **logprobs}
+    asked.update({"messages": MESSAGES} if chat else {"prompt": "class Stack:"})
+
+    def usages(**options: bool) -> list[tuple[list[int], Any]]:
+        with server.client() as client:
+            text = client.post(path, json={**asked, "stream_options": options}).raise_for_status().text
+        chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        return [([c["index"] for c in chunk["choices"]], chunk.get("usage")) for chunk in chunks]
+
+    *chunks, (no_choice, last) = usages(include_usage=True, continuous_usage_stats=True)
+    assert no_choice == [] and last["completion_tokens"] == 6 * n
+    for index in range(n):
+        own = [usage for choices, usage in chunks if choices == [index]]
+        counts = [usage["completion_tokens"] for usage in own]
+        assert counts == sorted(counts) and counts[0] <= 1 and counts[-1] == 6 and len(set(counts)) > 3, counts
+        assert all(u["prompt_tokens"] == last["prompt_tokens"] for u in own)
+        assert all(u["total_tokens"] == u["prompt_tokens"] + u["completion_tokens"] for u in own)
+    assert not any(usage for _, usage in usages(include_usage=True, continuous_usage_stats=False)[:-1])
+    assert not any(usage for _, usage in usages(include_usage=False, continuous_usage_stats=True))

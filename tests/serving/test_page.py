@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import re
+from pathlib import Path
 
+import inferplane
 from inferplane.serving.page import FILES, summarize_plan
 from tests.house.rules import REPOSITORY
 from tests.serving.browser import look
@@ -82,3 +84,14 @@ def test_the_dashboard_queries_existing_metrics(server):
     there = set(re.findall(r"^(?:# TYPE )?inferplane:(\w+)", text, re.MULTILINE))
     there |= {f"{name}_total" for name in there}  # counters without a sample yet have their type alone
     assert sorted(asked - there) == []
+
+
+def test_no_route_tells_where_the_model_lies():
+    """Kind of advisory: disclosure of paths."""
+    folder = Path(inferplane.__file__).parent / "models" / "demo"
+    with Live(str(folder)) as live, live.client() as client:
+        for path in ("/status/data", "/status/kernels", "/v1/models", "/metrics", "/openapi.json", "/health"):
+            assert str(folder.parent) not in client.get(path).text, path
+        found = client.get("/status/data").json()["info"]
+        assert found["name"] == "demo" and not {"folder", "tokenizer"} & set(found)
+        assert live.stop() == 0

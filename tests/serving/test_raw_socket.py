@@ -13,7 +13,7 @@ import pytest
 from tests.serving.live import Live
 
 BODY = b'{"prompt": "x", "max_tokens": 1}'
-HOST = b"Host: x\r\n"
+HOST = b"Host: localhost\r\n"
 JSON = b"Content-Type: application/json\r\n"
 
 
@@ -127,6 +127,109 @@ def test_what_the_parser_lets_through_is_refused(server):
     assert status(talk(server, CASES["HTTP/9.9"])) == 400
     many = b"".join(b"X-%d: %b\r\n" % (i, b"a" * 4000) for i in range(9))  # whole in one piece: nothing to wait for
     assert status(talk(server, b"GET /health HTTP/1.1\r\n" + HOST + many + b"\r\n")) in (400, 431)
+
+
+AMBIGUOUS = {
+    "a length and chunks": chunked(BODY, more=b"Content-Length: %d\r\n" % len(BODY)),
+    "chunks and a length": post(JSON + b"Content-Length: 0\r\nTransfer-Encoding: chunked\r\n", b"0\r\n\r\n"),
+    "chunks in HTTP/1.0": chunked(BODY).replace(b"HTTP/1.1", b"HTTP/1.0"),
+    "two lengths, equal": sized(BODY, b"Content-Length: %d\r\n" % len(BODY)),
+    "two lengths in one line": post(JSON + b"Content-Length: 32, 32\r\n", BODY),
+    "a folded line": b"GET /version HTTP/1.1\r\nHost: x\r\nX-A: b\r\n c\r\n\r\n",
+    "a folded line with a tab": b"GET /version HTTP/1.1\r\nHost: x\r\nX-A: b\r\n\tc\r\n\r\n",
+    "bare line feeds": b"GET /version HTTP/1.1\nHost: x\n\n",
+    "a bare line feed between headers": b"GET /version HTTP/1.1\r\nHost: x\nX-A: b\r\n\r\n",
+    "a bare line feed at the end": b"GET /version HTTP/1.1\r\nHost: x\r\n\n",
+    "a bare line feed before the end": b"GET /version HTTP/1.1\r\nHost: x\n\r\n",
+    "a Host with a space": b"GET /version HTTP/1.1\r\nHost: a b\r\n\r\n",
+    "a Host with a comma and a space": b"GET /version HTTP/1.1\r\nHost: a, b\r\n\r\n",
+    "a Host with a path": b"GET /version HTTP/1.1\r\nHost: a/b\r\n\r\n",
+    "a Host with a user": b"GET /version HTTP/1.1\r\nHost: me@x\r\n\r\n",
+    "a Host with a port that is none": b"GET /version HTTP/1.1\r\nHost: x:y\r\n\r\n",
+    "two Hosts": CASES["two Hosts"],
+    "no Host": b"GET /version HTTP/1.1\r\n\r\n",
+    "an absolute target without a host": b"GET http:///version HTTP/1.1\r\nHost: x\r\n\r\n",
+    "an absolute target with a user": b"GET http://me@x/version HTTP/1.1\r\nHost: x\r\n\r\n",
+    "an absolute target of another scheme": b"GET ftp://x/version HTTP/1.1\r\nHost: x\r\n\r\n",
+    "an absolute target with a fragment": b"GET http://x/version#a HTTP/1.1\r\nHost: x\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_what_two_servers_may_read_differently_is_refused_and_ends_the_connection(server, name):
+    with server.connect() as sock:
+        sock.sendall(AMBIGUOUS[name] + b"GET /version HTTP/1.1\r\nHost: smuggled\r\n\r\n")
+        got = b""
+        while piece := sock.recv(65536):  # until the server closes: the client does not
+            got += piece
+    assert got.startswith(b"HTTP/1.1 400 ") and got.count(b"HTTP/1.1 ") == 1, got[:300]
+    assert b"connection: close" in got.lower()
+
+
+@pytest.mark.parametrize("size", [b"8" + b"0" * 15, b"f" * 16, b"1" + b"0" * 16, b"f" * 18, b"f" * 20])
+def test_a_chunk_that_64_bits_do_not_count_is_refused_at_once(server, size):
+    for piece in (b"", b"{}"):
+        got = talk(server, post(JSON + b"Transfer-Encoding: chunked\r\n", size + b"\r\n" + piece))
+        assert status(got) == 400 and b"connection: close" in got.lower(), got[:300]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("a Host with a path", "an invalid Host"),
+        ("a length and chunks", "a body of two lengths"),
+        ("two lengths, equal", "several lengths"),
+        ("no Host", "Missing mandatory Host"),
+        ("a folded line", "a folded line"),
+    ],
+)
+def test_the_refusal_of_malformed_http_is_json_with_the_reason(server, name, reason):
+    head, _, body = talk(server, AMBIGUOUS[name]).partition(b"\r\n\r\n")
+    error = json.loads(body)["error"]
+    assert b"content-type: application/json" in head.lower()
+    assert reason in error["message"] and error["code"] == "malformed_http" and ".." not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"), [(b"", 413), (b"Content-Encoding: gzip\r\n", 415), (b"Content-Type: text/plain\r\n", 415)]
+)
+@pytest.mark.parametrize("chunks", [False, True])
+def test_a_client_that_sends_a_large_body_whole_gets_the_refusal(server, headers, expected, chunks):
+    body = b" " * 12_000_000
+    data = chunked(body, more=headers) if chunks else sized(body, headers)
+    with server.connect() as sock:
+        sock.settimeout(20)
+        sock.sendall(data)  # all of it, before the first byte of the answer is read
+        got = b""
+        while piece := sock.recv(65536):
+            got += piece
+    assert status(got) == expected and b"connection: close" in got.lower(), got[:300]
+    json.loads(got.partition(b"\r\n\r\n")[2])
+
+
+@pytest.mark.parametrize("head", [b"Host: x:8000", b"Host:", b"Host: [::1]:80", b"Host: a_b.example"])
+def test_a_valid_host_is_accepted(server, head):
+    assert status(talk(server, b"GET /version HTTP/1.1\r\n" + head + b"\r\n\r\n")) == 200
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        (b"http://x/version", 200),
+        (b"HTTP://another.example:81/version", 200),
+        (b"https://[::1]/version?a=1", 200),
+        (b"http://x", 404),
+        (b"http://x?version", 404),
+        (b"http://x//version", 404),
+    ],
+)
+def test_an_absolute_target_is_served_as_its_path(server, target, expected):
+    got = talk(server, b"GET " + target + b" HTTP/1.1\r\n" + HOST + b"\r\n")
+    assert status(got) == expected, got[:300]
+
+
+def test_a_request_through_a_proxy_generates(server):
+    assert status(talk(server, sized(BODY).replace(b"POST /", b"POST http://x:8000/"))) == 200
 
 
 def test_there_are_enough_of_them():

@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
 
 from tests.serving.live import Live, engine_pids
 
@@ -37,3 +41,47 @@ def test_every_operation_keeps_to_its_description(tmp_path):
         assert set(engine) <= set(engine_pids(server)), "the engine was started again"
         server.at_rest()
         assert server.stop() == 0
+
+
+def document(*args: str) -> dict[str, Any]:
+    with Live(*args) as server, server.client() as client:
+        return dict(client.get("/openapi.json").json())
+
+
+def test_a_key_is_demanded_where_one_is_set():
+    for args, needed in (((), False), (("--api-key", "k"), True)):
+        found = document(*args)
+        assert ("securitySchemes" in found["components"]) == needed
+        for path, operations in found["paths"].items():
+            for operation in operations.values():
+                assert ("security" in operation) == (needed and "health" not in path), path
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "valid"),
+    [
+        ("/v1/chat/completions", {"messages": None}, False),
+        ("/v1/chat/completions", {}, False),
+        ("/v1/chat/completions", {"messages": [{"content": "x"}]}, False),
+        ("/v1/chat/completions", {"messages": None, "req_id": "a"}, False),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, True),
+        ("/v1/chat/completions", {"messages": [{"content": "x"}], "req_id": "a"}, True),
+        ("/v1/chat/completions", {"text": "x", "messages": None}, True),
+        ("/v1/completions", {"prompt": None}, False),
+        ("/v1/completions", {"text": None}, False),
+        ("/v1/completions", {"input_ids": None}, False),
+        ("/v1/completions", {"prompt": "x"}, True),
+        ("/tokenize", {}, False),
+        ("/tokenize", {"prompt": None}, False),
+        ("/tokenize", {"messages": None, "prompt": None}, False),
+        ("/tokenize", {"prompt": "x"}, True),
+        ("/v1/embeddings", {"input": None}, False),
+    ],
+)
+def test_a_body_without_a_prompt_is_not_described_as_valid(client, path, body, valid):
+    found = client.get("/openapi.json").json()
+    schema = found["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    check = jsonschema.Draft202012Validator({**schema, "components": found["components"]})
+    assert check.is_valid(body) == valid
+    answer = client.post(path, json={"max_tokens": 1, **body} if "embed" not in path else body)
+    assert (answer.status_code == 200) == valid, answer.text

@@ -86,8 +86,15 @@ def test_switches_of_the_source_system_are_read_as_those_of_our_own(variable):
         ({}, {}, "drain_s: .nan", "drain_s = nan"),
         ({}, {}, "max_bach: 8", "perhaps max_batch was meant"),
         ({}, {}, "max_num_seq: 8", "perhaps max_num_seqs was meant"),
-        ({}, {}, "max_batch: 8\nmax_num_seqs: 8", "are the same setting"),
-        ({}, {"INFERPLANE_KV_DTYPE": "fp8", "INFERPLANE_KV_CACHE_DTYPE": "fp8"}, "", "the same setting"),
+        ({}, {}, "max_batch: 8\nmax_num_seqs: 8", "max_batch and max_num_seqs are the same setting"),
+        ({}, {}, "max_num_seqs: 8\nmax_batch: 8", "max_num_seqs and max_batch are the same setting"),
+        ({}, {}, "speculate: mtp\nspeculate_method: mtp", "speculate and speculate_method are the same setting"),
+        (
+            {},
+            {"INFERPLANE_KV_DTYPE": "fp8", "INFERPLANE_KV_CACHE_DTYPE": "fp8"},
+            "",
+            "kv_dtype and kv_cache_dtype are the same setting (variable INFERPLANE_KV_DTYPE, variable INFERPLANE_KV_C",
+        ),
         ({}, {}, "- 1", "is no list of settings"),
         ({}, {}, "a: [", "cannot be read"),
         ({}, {}, "!!python/object/apply:os.getcwd []", "cannot be read"),
@@ -172,5 +179,5 @@ def test_drafting_has_the_flags_of_other_commands():
 def test_secrets_are_not_shown():
     found = resolve({}, {"INFERPLANE_API_KEY": "hunter2,other"})
     assert found.settings.api_key == ("hunter2", "other")
-    assert "hunter2" not in repr(found.masked())
-    assert found.masked()["api_key"] == ["***", "***"]
+    assert "hunter2" not in repr(found.mask_secrets())
+    assert found.mask_secrets()["api_key"] == ["***", "***"]

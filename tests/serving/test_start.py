@@ -18,7 +18,8 @@ DEMO = Path(inferplane.__file__).parent / "models" / "demo"
 
 
 def run_serve(*args: str, timeout_s: float = 90) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "inferplane", "serve", "--device", "cpu", *args]
+    device = () if "--device" in args else ("--device", "cpu")
+    command = [sys.executable, "-m", "inferplane", "serve", *device, *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 

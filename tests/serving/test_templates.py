@@ -119,14 +119,14 @@ def test_a_caller_who_leaves_leaves_the_process():
         template = ChatTemplate("{{ messages[0].content }}", {})
         try:
             assert await template.render([{"role": "user", "content": "first"}], None) == "first"
-            process = template._plain._process
+            process = template._plain.renderer.process
             for wait_s in (0, 0, 0.001, 0.01):
                 leaving = asyncio.create_task(template.render([{"role": "user", "content": "left"}], None))
                 waiting = asyncio.create_task(template.render([{"role": "user", "content": "next"}], None))
                 await asyncio.sleep(wait_s)
                 leaving.cancel()
                 assert await waiting == "next"
-            assert template._plain._process is process and process is not None and process.returncode is None
+            assert template._plain.renderer.process is process is not None
         finally:
             await template.close()
 

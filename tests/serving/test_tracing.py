@@ -203,7 +203,7 @@ def test_only_what_traces_need_is_carried():
 
 def test_who_asks_for_traces(monkeypatch):
     def wanted(endpoint: str | None = None, **environment: str) -> bool:
-        return tracing.tracing_enabled(ServerSettings(otlp_endpoint=endpoint), environment)
+        return tracing.is_tracing_enabled(ServerSettings(otlp_endpoint=endpoint), environment)
 
     there = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x:4318"}
     assert wanted("http://localhost:4318") and wanted(**there)
@@ -223,7 +223,7 @@ def test_who_asks_for_traces(monkeypatch):
             wanted(wrong)
     monkeypatch.setattr(tracing, "find_spec", lambda name: None)
     assert not wanted() and not wanted(**there)  # set for all of a cluster's programs: a warning, and no end of ours
-    with pytest.raises(UsageError, match=r"inferplane\[otel\]"):
+    with pytest.raises(UsageError, match=r"pip install .*\[otel\]"):
         wanted("http://localhost:4318")
 
 

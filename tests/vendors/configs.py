@@ -20,6 +20,7 @@ _SMALL: dict[str, Any] = {
     "head_dim": 128,
     "rms_norm_eps": 1e-5,
 }
+_GEMMA: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 128, "sliding_window": 20}
 _LATENT: dict[str, Any] = {
     **TINY["deepseek_v3_heads"],
     "hidden_size": 128,
@@ -31,6 +32,38 @@ _LATENT: dict[str, Any] = {
 
 LLAMA: dict[str, Any] = {**_SMALL, "architectures": ["LlamaForCausalLM"]}
 V3: dict[str, Any] = {**_LATENT, "n_group": 4, "topk_group": 2}
+_EIGHT = {"num_local_experts": 8, "num_experts_per_tok": 3}
+
+DENSE: dict[str, dict[str, Any]] = {
+    "phi3": {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.5},
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"]},
+    "olmo3": {"architectures": ["Olmo3ForCausalLM"], "sliding_window": None},
+    "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]},
+    "seed_oss": {"architectures": ["SeedOssForCausalLM"]},
+    "granite": {"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0.5, "attention_multiplier": 0.1},
+    "glm": {"architectures": ["GlmForCausalLM"]},
+    "glm4": {"architectures": ["Glm4ForCausalLM"]},
+    "ernie4_5": {"architectures": ["Ernie4_5ForCausalLM"]},
+    "hunyuan_v1_dense": {"architectures": ["HunYuanDenseV1ForCausalLM"]},
+    "exaone4": {"architectures": ["Exaone4ForCausalLM"], "sliding_window": None},
+    "cohere": {"architectures": ["CohereForCausalLM"], "logit_scale": 1.0},
+    "cohere2": {"architectures": ["Cohere2ForCausalLM"], "logit_scale": 1.0, "sliding_window": None},
+    "ministral": {"architectures": ["MinistralForCausalLM"], "sliding_window": None},
+    "ministral3": {
+        "architectures": ["Ministral3ForCausalLM"],
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "arcee": {"architectures": ["ArceeForCausalLM"]},
+    "helium": {"architectures": ["HeliumForCausalLM"]},
+    "starcoder2": {"architectures": ["Starcoder2ForCausalLM"], "tie_word_embeddings": False, "use_bias": False},
+    "gemma": {"architectures": ["GemmaForCausalLM"]},
+}
+"""What the dense families add to the small sizes; windows are the matter of `mistral_window`."""
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
@@ -53,10 +86,82 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "sliding_window": None,
     },
+    "qwen2_moe": {
+        **_SMALL,
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    },
+    "dots1": {
+        **_SMALL,
+        "architectures": ["Dots1ForCausalLM"],
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "sliding_window": None,
+    },
+    "ernie4_5_moe": {
+        **_SMALL,
+        "architectures": ["Ernie4_5_MoeForCausalLM"],
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "moe_intermediate_size": 64,
+    },
+    "glm4_moe": {
+        **_SMALL,
+        "architectures": ["Glm4MoeForCausalLM"],
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64,
+    },
+    "solar_open": {
+        **_SMALL,
+        "architectures": ["SolarOpenForCausalLM"],
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64,
+    },
+    "minimax_m2": {**_SMALL, **_EIGHT, "architectures": ["MiniMaxM2ForCausalLM"]},
+    "olmoe": {**_SMALL, "architectures": ["OlmoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 3},
+    "flex_olmo": {**_SMALL, "architectures": ["FlexOlmoForCausalLM"], "num_experts": 8, "num_experts_per_tok": 3},
+    "hunyuan_v1_moe": {**_SMALL, "architectures": ["HunYuanMoEV1ForCausalLM"], "num_experts": 8, "moe_topk": 3},
+    "granitemoe": {**_SMALL, **_EIGHT, "architectures": ["GraniteMoeForCausalLM"], "attention_multiplier": 0.09},
+    "granitemoeshared": {
+        **_SMALL,
+        **_EIGHT,
+        "architectures": ["GraniteMoeSharedForCausalLM"],
+        "attention_multiplier": 0.09,
+        "shared_intermediate_size": 64,
+    },
+    "glm4_moe_lite": {**_LATENT, "architectures": ["Glm4MoeLiteForCausalLM"]},
+    "gpt_oss": {
+        **_SMALL,
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 20,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "gemma2": {**_SMALL, **_GEMMA, "architectures": ["Gemma2ForCausalLM"], "tie_word_embeddings": False},
+    "gemma3": {**_SMALL, **_GEMMA, "architectures": ["Gemma3ForCausalLM"], "tie_word_embeddings": False},
     "deepseek_v2": {**_LATENT, "architectures": ["DeepseekV2ForCausalLM"], "topk_method": "greedy"},
     "deepseek_v3": V3,
+    **{family: {**_SMALL, **entries} for family, entries in DENSE.items()},
 }
-EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+"""Families with latent attention."""
+EXPERTS = (
+    *("qwen3_moe", "mixtral", "qwen2_moe", "dots1", "ernie4_5_moe", "glm4_moe_lite", "glm4_moe", "solar_open"),
+    *("minimax_m2", "olmoe", "flex_olmo", "hunyuan_v1_moe", "granitemoe", "granitemoeshared", "gpt_oss"),
+    *("deepseek_v2", "deepseek_v3"),
+)
+COMPOSED_ATTENTION = ("gpt_oss", "gemma2")
+"""Families with sinks or a soft cap, which no backend's own kernels compute: core composes their attention."""
+OWN_ATTENTION = tuple(family for family in FAMILIES if family not in COMPOSED_ATTENTION)
 
 
 def model(config: dict[str, Any], weight_format: str = "plain") -> CausalLM:

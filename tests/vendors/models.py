@@ -9,8 +9,8 @@ import torch
 from inferplane.binding import explain
 from inferplane.conformance import stepping
 from inferplane.conformance.subject import Subject
-from inferplane.ops import CausalLM, Linear, MoERoute
-from inferplane.plugin import Kernel
+from inferplane.ops import CausalLM, LayerNorm, Linear, MoERoute
+from inferplane.plugin import Kernel, When
 from inferplane.plugins import host
 from inferplane.types.batch import Query, make_batch
 from tests.vendors.configs import EXPERTS, FAMILIES, model
@@ -24,7 +24,7 @@ def draw(tree: CausalLM, dtype: torch.dtype) -> dict[int, Any]:
     """Random weights; biases around 0, for those around 1 would drown what the matrices say."""
     drawn = stepping.draw_weights(tree, dtype)
     for _, op in tree.sites():
-        if isinstance(op, Linear) and op.bias is not None:
+        if isinstance(op, (Linear, LayerNorm)) and op.bias is not None:
             drawn[id(op.bias)] = drawn[id(op.bias)] - 1.0
     return drawn
 
@@ -55,10 +55,10 @@ class Routes:
             scores = logits.float().sigmoid() if view.score == "sigmoid" else logits.float().softmax(-1)
             weights = scores.gather(1, ids)
             if view.renormalize:
-                weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+                weights = weights / (weights.sum(-1, keepdim=True).clamp_min(view.least_sum) + 1e-20)
             return weights * view.factor, ids
 
-        return Kernel("moe_route", "test", replay, rank=99)
+        return Kernel("moe_route", "test", replay, when=When(extensions=("moe_route.least_sum",)), rank=99)
 
 
 def prompts(vocab: int) -> list[list[int]]:

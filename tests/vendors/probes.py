@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from inferplane.kernels import probes
-from inferplane.plugin import Accelerator, Backend, DeviceError, Presence
+from inferplane.plugin import API_VERSION, Accelerator, Backend, DeviceError, Presence
 from tests.house.rules import VENDOR_PACKAGES
 
 LIGHT = """
@@ -95,7 +95,7 @@ class RecognitionTests:
     def test_it_registers_what_it_can_import(self):
         found: dict[str, str] = {}
         self.plugin.inferplane_register_backends(found.__setitem__)
-        assert list(found) == list(self.registered) and self.plugin.INFERPLANE_API == (1, 0)
+        assert list(found) == list(self.registered) and self.plugin.INFERPLANE_API == API_VERSION
         for name, target in found.items():
             module, _, attribute = target.partition(":")
             backend = getattr(import_module(module), attribute)
@@ -205,7 +205,7 @@ class PackageTests(RecognitionTests):
         raise NotImplementedError
 
     def test_nothing_installed(self, machine, monkeypatch):
-        monkeypatch.setattr(probes, "installed", lambda module: False)
+        monkeypatch.setattr(probes, "is_installed", lambda module: False)
         probe = self.backend.probe()
         assert probe.presence is Presence.ABSENT
         assert f"{self.package} is not installed, and no {self.device[1]} is visible" in probe.reason

@@ -93,7 +93,8 @@ class Suite:
 
     def pytest(self, *more: str) -> list[str]:
         workers = os.environ.get("WORKERS", "2")
-        return [sys.executable, "-m", "pytest", "-q", "-r", "fE", "-n", workers, *more, *self.arguments]
+        command = [sys.executable, "-m", "pytest", "-q", "-r", "fE", "-n", workers, "--dist", "worksteal"]
+        return [*command, *more, *self.arguments]
 
     def step(self, label: str, command: list[str], variables: dict[str, str], *, emulated: bool = True) -> None:
         print(f"\n== {self.name}: {label} (at {self.seconds()} s)", flush=True)

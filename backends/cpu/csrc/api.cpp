@@ -97,6 +97,8 @@ const int32_t *ip_struct_bytes(void) {
 
 int ip_num_kinds(void) { return IP_KINDS; }
 
+int ip_signatures(void) { return IP_SIGNATURES; }
+
 const char *ip_available_isas(void) { return supported_isas().names; }
 const char *ip_current_isa(void) { return supported_isas().current ? supported_isas().current->name : ""; }
 void ip_set_thread_init(void (*init)(void)) { ip_thread_init = init; }
@@ -154,13 +156,15 @@ void ip_rope(const ip_bf16 *x, int64_t row_stride, int64_t head_stride, const fl
 }
 
 void ip_attention(const ip_bf16 *q, const ip_batch *batch, const ip_cache *cache, int64_t heads, int64_t kv_heads,
-                  int64_t dim, int64_t v_dim, float scale, int64_t window, ip_bf16 *out) {
-  kernels().attention(q, batch, cache, heads, kv_heads, dim, v_dim, scale, window, out);
+                  int64_t dim, int64_t v_dim, float scale, int64_t window, const float *sinks, float softcap,
+                  ip_bf16 *out) {
+  kernels().attention(q, batch, cache, heads, kv_heads, dim, v_dim, scale, window, sinks, softcap, out);
 }
 
 int ip_attention_prefill(const ip_bf16 *q, const ip_batch *batch, const ip_cache *cache, int64_t heads,
-                         int64_t kv_heads, int64_t dim, int64_t v_dim, float scale, int64_t window, ip_bf16 *out) {
-  return kernels().attention_prefill(q, batch, cache, heads, kv_heads, dim, v_dim, scale, window, out);
+                         int64_t kv_heads, int64_t dim, int64_t v_dim, float scale, int64_t window,
+                         const float *sinks, float softcap, ip_bf16 *out) {
+  return kernels().attention_prefill(q, batch, cache, heads, kv_heads, dim, v_dim, scale, window, sinks, softcap, out);
 }
 
 void ip_mla(const ip_bf16 *q_nope, const int64_t *nope_strides, const ip_bf16 *q_rope, const int64_t *rope_strides,

@@ -142,6 +142,9 @@ typedef struct {
 const int32_t *ip_struct_bytes(void);
 // IP_KINDS of the library, for the same purpose.
 int ip_num_kinds(void);
+// Number of the functions' signatures, which grows with every change of one: a caller of another number must not call.
+#define IP_SIGNATURES 2
+int ip_signatures(void);
 
 // -- instruction sets and threads
 
@@ -192,14 +195,18 @@ void ip_rope(const ip_bf16 *x, int64_t row_stride, int64_t head_stride, const fl
 // -- attention
 
 // Causal attention of q [tokens, heads, dim] over the cache, which holds these tokens already; out [tokens, heads,
-// v_dim]. `window`: keys that a token sees, itself included; 0: all. Rows of padding are not written.
+// v_dim]. `window`: keys that a token sees, itself included; 0: all. `sinks` [heads]: one more score of each softmax,
+// whose weight falls on no value; null: none. `softcap` c: a score s counts as c tanh(s / c); 0: as it is. Rows of
+// padding are not written.
 void ip_attention(const ip_bf16 *q, const ip_batch *batch, const ip_cache *cache, int64_t heads, int64_t kv_heads,
-                  int64_t dim, int64_t v_dim, float scale, int64_t window, ip_bf16 *out);
+                  int64_t dim, int64_t v_dim, float scale, int64_t window, const float *sinks, float softcap,
+                  ip_bf16 *out);
 // Computes ip_attention for many query tokens per sequence, faster; sequences with at most 8 query tokens come first in
 // the batch. Except on AVX2, attention's weights are rounded to bf16. Returns 1; 0 if this instruction set or these
 // sizes have no such attention, and `out` is not written.
 int ip_attention_prefill(const ip_bf16 *q, const ip_batch *batch, const ip_cache *cache, int64_t heads,
-                         int64_t kv_heads, int64_t dim, int64_t v_dim, float scale, int64_t window, ip_bf16 *out);
+                         int64_t kv_heads, int64_t dim, int64_t v_dim, float scale, int64_t window,
+                         const float *sinks, float softcap, ip_bf16 *out);
 // Absorbed latent attention: q_nope [tokens, heads, nope] and q_rope [tokens, heads, rope] with strides of rows and
 // heads; kv_b [heads * (nope + value), latent] in bf16, FP8, INT8 or INT4; out [tokens, heads, value].
 void ip_mla(const ip_bf16 *q_nope, const int64_t *nope_strides, const ip_bf16 *q_rope, const int64_t *rope_strides,

@@ -98,8 +98,10 @@ int64_t count_keys(const ip_batch &batch) {
 
 // `ip_attention`: causal attention of few query tokens over the paged cache, to `out` [tokens, heads, v_dim].
 void attention_entry(const bf16 *q, const ip_batch *batch, const ip_cache *cache, int64_t heads, int64_t kv_heads,
-                     int64_t dim, int64_t v_dim, float scale, int64_t window, bf16 *out) {
+                     int64_t dim, int64_t v_dim, float scale, int64_t window, const float *sinks, float softcap,
+                     bf16 *out) {
   AttentionArgs args = attention_args(*cache, q, heads, kv_heads, dim, v_dim, window, scale, out);
+  args.sinks = sinks, args.softcap = softcap;
   int64_t work = count_keys(*batch) * heads * (dim + v_dim) / 4;
   AttentionPlan plan = plan_attention(args, *batch, work < 16384 ? 1 : team_size(), workspace(kAttentionTasks));
   run_on_team(work, [&](Team &team) { attend(team, args, plan); });
@@ -108,9 +110,11 @@ void attention_entry(const bf16 *q, const ip_batch *batch, const ip_cache *cache
 // `ip_attention_prefill`: attention of many query tokens; sequences with few of them, which come first, are computed by
 // `attend`. Returns 0, with `out` not written, without INFERPLANE_PREFILL or if sizes do not suit (`can_prefill`).
 int attention_prefill_entry(const bf16 *q, const ip_batch *batch, const ip_cache *cache, int64_t heads,
-                            int64_t kv_heads, int64_t dim, int64_t v_dim, float scale, int64_t window, bf16 *out) {
+                            int64_t kv_heads, int64_t dim, int64_t v_dim, float scale, int64_t window,
+                            const float *sinks, float softcap, bf16 *out) {
 #if defined(INFERPLANE_PREFILL)
   AttentionArgs args = attention_args(*cache, q, heads, kv_heads, dim, v_dim, window, scale, out);
+  args.sinks = sinks, args.softcap = softcap;
   if (!can_prefill(args)) return 0;
   PrefillPlan prefill = plan_prefill(*batch, kv_heads, team_size(), workspace(kPrefillTasks));
   ip_batch decode = *batch;

@@ -89,8 +89,9 @@ class Experts(Structure):
 
 
 class Layer(Structure):
-    """`ip_layer`: weights and sizes of a decoder layer."""
+    """`ip_layer`: weights and sizes of a decoder layer. `memory` holds the arrays that it points to."""
 
+    memory: list[Any]
     _fields_ = [
         *_of(Matrix, "qkv", "o", "gate_up", "down"),
         *_of(c_void_p, "attn_norm", "mlp_norm", "q_norm", "k_norm", "rope"),
@@ -158,12 +159,15 @@ def _init_thread() -> None:
     torch.get_num_threads()
 
 
+SIGNATURES = 2
+"""IP_SIGNATURES of the library that is called here: it grows with every change of a function's arguments."""
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_select_isa": (c_int, c_char_p),
     "ip_set_thread_init": (None, _ThreadInit),
     "ip_num_threads": (c_int,),
     "ip_struct_bytes": (POINTER(c_int32),),
     "ip_num_kinds": (c_int,),
+    "ip_signatures": (c_int,),
     "ip_available_isas": (c_char_p,),
     "ip_current_isa": (c_char_p,),
     "ip_linear": (None, _MATRIX, _P, _I, _I, _P, _I, c_int),
@@ -175,8 +179,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_rms_norm": (None, _P, _I, _P, _P, c_float, _I, _I, _P, _P),
     "ip_silu_mul": (None, _P, _I, _I, _I, _P),
     "ip_rope": (None, _P, _I, _I, _P, _P, _I, _I, _I, c_int, _P),
-    "ip_attention": (None, _P, _BATCH, _CACHE, _I, _I, _I, _I, c_float, _I, _P),
-    "ip_attention_prefill": (c_int, _P, _BATCH, _CACHE, _I, _I, _I, _I, c_float, _I, _P),
+    "ip_attention": (None, _P, _BATCH, _CACHE, _I, _I, _I, _I, c_float, _I, _P, c_float, _P),
+    "ip_attention_prefill": (c_int, _P, _BATCH, _CACHE, _I, _I, _I, _I, c_float, _I, _P, c_float, _P),
     "ip_mla": (None, _P, _P, _P, _P, _MATRIX, _BATCH, _CACHE, _I, _I, _I, _I, _I, c_float, _P),
     "ip_moe": (c_int, _MATRIX, _MATRIX, _I, _P, _I, _I, _P, _P, _I, _P),
     "ip_route_experts": (None, POINTER(Experts), _P, _I, _P, _P),
@@ -235,6 +239,8 @@ def native() -> Native:
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
         different = [s.__name__ for s, size in zip(_STRUCTS, library.ip_struct_bytes()) if ctypes.sizeof(s) != size]
+        if library.ip_signatures() != SIGNATURES:
+            different.append("signatures of functions")
         if library.ip_num_kinds() != len(KINDS):
             different.append("kinds of weights")
         if different:

@@ -7,7 +7,7 @@ from typing import Any
 
 from inferplane.plugin import hookimpl
 
-INFERPLANE_API = (1, 0)
+INFERPLANE_API = (1, 1)
 
 
 @hookimpl

@@ -93,7 +93,7 @@ def thread_count(environment: Mapping[str, str] = os.environ, found: Processors 
         return Threads(now, f"{VARIABLE}={environment[VARIABLE]}")
     recommended = best_thread_count(processors() if found is None else found)
     if now < recommended.number:
-        return Threads(now, f"as torch was told, of {recommended.why}")
+        return Threads(now, f"as torch was set, of {recommended.why}")
     return recommended
 
 

@@ -208,14 +208,21 @@ void attention(bool coded) {
       Bf16 q(step.tokens * heads * dim), out(step.tokens * heads * dim);
       Cache held(coded, slots, kv, dim, dim, kv);
       ip_cache cache = held.c;
-      for (int64_t window : {0, 20}) ip_attention(q, &step.batch, &cache, heads, kv, dim, dim, 0.2f, window, out);
+      std::vector<float> sinks(heads, 0.5f);
+      for (int64_t window : {0, 20}) {
+        ip_attention(q, &step.batch, &cache, heads, kv, dim, dim, 0.2f, window, sinks.data(), 3.0f, out);
+        ip_attention(q, &step.batch, &cache, heads, kv, dim, dim, 0.2f, window, nullptr, 0, out);
+      }
       expect(isfinite(widen(out[0])), "attention");
       Step prompt(75, length < 500 ? length : 400);
       Bf16 qs(prompt.tokens * heads * dim), outs(prompt.tokens * heads * dim);
       Bf16 few(prompt.tokens * heads * dim);
       for (int64_t window : {0, 20}) {
-        if (!ip_attention_prefill(qs, &prompt.batch, &cache, heads, kv, dim, dim, 0.2f, window, outs)) continue;
-        ip_attention(qs, &prompt.batch, &cache, heads, kv, dim, dim, 0.2f, window, few);
+        const float *sink = window ? sinks.data() : nullptr;
+        float cap = window ? 3.0f : 0.0f;
+        if (!ip_attention_prefill(qs, &prompt.batch, &cache, heads, kv, dim, dim, 0.2f, window, sink, cap, outs))
+          continue;
+        ip_attention(qs, &prompt.batch, &cache, heads, kv, dim, dim, 0.2f, window, sink, cap, few);
         double worst = 0, most = 0;
         for (int64_t i = 0; i < (prompt.tokens - 1) * heads * dim; i++)  // the last row is padding
           worst = fmax(worst, fabs(widen(outs[i]) - widen(few[i]))), most = fmax(most, fabs(widen(few[i])));

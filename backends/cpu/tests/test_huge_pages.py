@@ -155,7 +155,7 @@ def test_a_cache_is_zeros_on_huge_pages_that_nobody_has_touched(layout):
     first[: 4 * HUGE_PAGE_BYTES].fill_(1)
     assert on_huge_pages(first) - touched + refused() - before >= 3 * HUGE_PAGE_BYTES // 1024
     assert on_huge_pages(first) - touched <= 5 * HUGE_PAGE_BYTES // 1024, "what lies behind takes none"
-    assert not first[4 * HUGE_PAGE_BYTES :].any() and not any(t.view(torch.uint8).any() for t in kv.stored()[1:])
+    assert not first[4 * HUGE_PAGE_BYTES :].any() and not any(t.view(torch.uint8).any() for t in kv.list_tensors()[1:])
 
 
 def test_nothing():

@@ -48,6 +48,7 @@ class View:
 
     def __init__(self, op):
         self.heads, self.kv, self.scale = op.heads, op.kv, op.scale
+        self.sinks, self.softcap = op.sinks, op.softcap
 
 
 def drawn(op, sequences, seed, wild):

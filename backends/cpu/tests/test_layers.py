@@ -229,7 +229,7 @@ def test_conformance_sees_a_wrong_step(wrong):
         return logits, hidden * 1.5
 
     subject.kernels = [replace(k, target=broken) if k.op == "causal_lm" else k for k in subject.kernels]
-    case = test_models.Case(TINY["llama"], "bfloat16", "", "llama")
+    case = test_models.ModelCase(TINY["llama"], "bfloat16", "", "llama")
     with pytest.raises((AssertionError, pytest.fail.Exception), match=r"instead of|are wrong by"):
         test_models.test_results_of_a_step(case, subject, lambda **figures: None)
 

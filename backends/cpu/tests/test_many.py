@@ -148,7 +148,7 @@ def test_numbers_that_are_not_finite_reach_whoever_sees_them_alone(n, at, number
     )
     {"query": q, "key": k, "value": v}[wrong][at, 0, 3] = -number
     kv.write(batch.slots, k, v)
-    site = View(heads=4, kv=request, scale=0.3)
+    site = View(heads=4, kv=request, scale=0.3, sinks=None, softcap=None)
     many, few = attention_many(site, q, batch, kv), attention(site, q, batch, kv)
     seen = torch.zeros(n, dtype=torch.bool)
     seen[at : n if window is None else at + window] = True

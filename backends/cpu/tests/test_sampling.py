@@ -7,7 +7,7 @@ import torch
 
 from inferplane.binding import View
 from inferplane.ops import SampleTokens
-from inferplane.ops.sampling import filtered_weights
+from inferplane.ops.sampling import compute_filtered_weights
 from inferplane_cpu.kernels import sampling
 from inferplane_cpu.native import instruction_sets, native, use_instruction_set
 
@@ -81,7 +81,7 @@ def test_a_short_list_is_left_to_the_body():
 
 def decided_by_rounding(x, token, heat, top_k, top_p, min_p, u) -> bool:
     """Whether a row's token has a weight and its share of the cumulated weights lies next to `uniform`."""
-    weights, ids = filtered_weights(
+    weights, ids = compute_filtered_weights(
         x[None], heat[None], *(None if c is None else c[None] for c in (top_k, top_p, min_p))
     )
     at = token if ids is None else (ids[0] == token).nonzero()[0, 0]

@@ -126,7 +126,7 @@ def test_who_decides(monkeypatch):
     p = Processors(8, 8, 4)
     assert str(thread_count({"OMP_NUM_THREADS": "6"}, p)) == "6 threads (OMP_NUM_THREADS=6)"
     assert str(thread_count({}, p)) == "4 threads (4 physical cores)"
-    assert str(thread_count({}, Processors(16, 16, 16))) == "6 threads (as torch was told, of 16 physical cores)"
+    assert str(thread_count({}, Processors(16, 16, 16))) == "6 threads (as torch was set, of 16 physical cores)"
     assert str(thread_count({}, Processors(1, 1, 1))) == "1 thread (1 physical core)"
 
 

@@ -28,7 +28,7 @@ from inferplane.plugin import (
     KVRequest,
     Presence,
     Probe,
-    installed,
+    is_installed,
 )
 from inferplane_cuda.kernels import kernels, providers
 from inferplane_cuda.kvcache import layouts_for
@@ -68,20 +68,20 @@ FEATURE_ONLY: dict[str, tuple[int, int]] = {"sm90a": (9, 0), "sm100a": (10, 0), 
 
 def features_of(capability: tuple[int, int]) -> Features:
     """What a compute capability `(major, minor)` can do, each with the reason."""
-    here = f"this is compute capability {_dotted(capability)}"
+    here = f"this is compute capability {_format_dotted(capability)}"
     known = {
-        name: Feature(capability >= since, f"{what} came with {_dotted(since)}; {here}")
+        name: Feature(capability >= since, f"{what} came with {_format_dotted(since)}; {here}")
         for name, (since, what) in FEATURE_SINCE.items()
     }
     for name, only in FEATURE_ONLY.items():
-        known[name] = Feature(capability == only, f"instructions that {_dotted(only)} alone has; {here}")
+        known[name] = Feature(capability == only, f"instructions that {_format_dotted(only)} alone has; {here}")
     return Features(known)
 
 
 def detect_features(capability: tuple[int, int]) -> Features:
     """Features of a real GPU: those of its capability, without "triton" if it is not installed, and the libraries'."""
     known = {**features_of(capability), **providers.features()}
-    if known["triton"].present and not installed("triton"):
+    if known["triton"].present and not is_installed("triton"):
         known["triton"] = Feature(False, "Triton is not installed (pip install triton)")
     return Features(known)
 
@@ -91,7 +91,7 @@ def arch_name(capability: tuple[int, int]) -> str:
     return "sm90a" if capability == (9, 0) else "sm{}{}".format(*capability)
 
 
-def _dotted(capability: tuple[int, int]) -> str:
+def _format_dotted(capability: tuple[int, int]) -> str:
     return "{}.{}".format(*capability)
 
 
@@ -123,7 +123,7 @@ class CudaBackend(CapturingAccelerator):
         if torch.version.hip:
             reason = f"torch {torch.__version__} is built for HIP {torch.version.hip}, so its GPUs are not NVIDIA's"
             return Probe(Presence.ABSENT, reason, f"use device='dcu' for Hygon DCUs, or {INSTALL_TORCH}", versions)
-        if installed("torch_xmlir"):
+        if is_installed("torch_xmlir"):
             reason = "torch_xmlir is installed: what torch calls cuda here is a Kunlun card"
             return Probe(Presence.ABSENT, reason, "use device='xpu:kunlun', or uninstall torch_xmlir", versions)
         driver, nodes = _driver_version(), len(glob(DEVICE_NODES))

@@ -10,7 +10,7 @@ BLOCK_TOKENS = 64
 """FlashMLA takes no other block size, and FlashAttention-3 and FlashInfer take this one too."""
 
 
-def paged_layouts() -> tuple[KVLayout, ...]:
+def list_paged_layouts() -> tuple[KVLayout, ...]:
     """Core's paged layouts, the plan's own dtype first. FP8 entries have scales that are powers of two: widening one
     to bfloat16 is then a shift, a mask and an exact product.
     """
@@ -51,15 +51,15 @@ class TokenScaledLatents(BlockedKV):
         self.scales[slots] = scale
         self.ropes[slots] = rope.to(torch.bfloat16)
 
-    def stored(self) -> tuple[torch.Tensor, ...]:
-        """See `BlockedKV.stored`: latents, scales, rotated entries."""
+    def list_tensors(self) -> tuple[torch.Tensor, ...]:
+        """See `BlockedKV.list_tensors`: latents, scales, rotated entries."""
         stored = (self.latents, self.scales, self.ropes)
         return tuple(t[:-1].unflatten(0, (self.blocks, BLOCK_TOKENS)) for t in stored)
 
     def read(self, table: torch.Tensor, tokens: int) -> tuple[torch.Tensor, ...]:
         """See `LayerKV.read`."""
         blocks = table[: -(-tokens // BLOCK_TOKENS)].long()
-        latents, scales, ropes = (t[blocks].flatten(0, 1)[:tokens] for t in self.stored())
+        latents, scales, ropes = (t[blocks].flatten(0, 1)[:tokens] for t in self.list_tensors())
         return (torch.cat(((latents.float() * scales[:, None]).to(self.dtype), ropes.to(self.dtype)), -1),)
 
 
@@ -74,8 +74,8 @@ def token_scaled_layout() -> KVLayout:
 def layouts_for(request: KVRequest) -> tuple[KVLayout, ...]:
     """Every layout that this backend has for a cache request."""
     own = request.kind == "mla" and request.dim == LATENT + ROTATED
-    return (*paged_layouts(), token_scaled_layout()) if own else paged_layouts()
+    return (*list_paged_layouts(), token_scaled_layout()) if own else list_paged_layouts()
 
 
-PAGED_NAMES = tuple(layout.name for layout in paged_layouts())
+PAGED_NAMES = tuple(layout.name for layout in list_paged_layouts())
 """Names of the layouts, as kernels state them."""

@@ -50,7 +50,7 @@ def hopper(request, monkeypatch):
         monkeypatch.setattr(module, "MAX_PORTABLE_ROWS", 0)
         coding = Quantize("fp8", 128)
         monkeypatch.setattr(
-            module, "quantize_rows_to_fp8", lambda x, group: module.quantized_input(*coding(x), group, x.dtype)
+            module, "quantize_rows_to_fp8", lambda x, group: module.make_quantized_input(*coding(x), group, x.dtype)
         )
         monkeypatch.setattr(module, "silu_mul_quantize", lambda x, how, group: coding(SiluMul()(x.nan_to_num(0))))
         monkeypatch.setattr(torch, "empty", poisoned)
@@ -98,14 +98,16 @@ def test_agrees_with_the_op(hopper, tokens, outliers, routing, record_property):
 
 @pytest.mark.parametrize("counts", [(0, 128, 5), (256, 0, 0), (0, 0, 0), (130, 255, 1)])
 def test_masked_groups(hopper, counts):
-    from inferplane.kernels.triton.moe import masked_blocks
+    from inferplane.kernels.triton.moe import assign_masked_blocks
 
     generator, capacity = torch.Generator().manual_seed(3), 256
     stack = encode(torch.randn(len(counts), 200, WIDTH, generator=generator), "fp8_block")
     x = torch.randn(len(counts) * capacity, WIDTH, generator=generator)
     data, scale = Quantize("fp8", 128)(x)
-    slots = masked_blocks(torch.tensor(counts, dtype=torch.int32), capacity, 128)
-    got = hopper.grouped_matmul(hopper.quantized_input(data, scale, 128, torch.bfloat16), pack(stack), slots, len(x))
+    slots = assign_masked_blocks(torch.tensor(counts, dtype=torch.int32), capacity, 128)
+    got = hopper.multiply_grouped(
+        hopper.make_quantized_input(data, scale, 128, torch.bfloat16), pack(stack), slots, len(x)
+    )
     values, weight = dequantize_rows(data, scale, 128).view(len(counts), capacity, -1), stack.dequantize()
     for e, count in enumerate(counts):
         want = values[e, :count] @ weight[e].t()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inferplane.plugin import KVRequest, UsageError
-from inferplane_cuda.kvcache import layouts_for, paged_layouts, token_scaled_layout
+from inferplane_cuda.kvcache import layouts_for, list_paged_layouts, token_scaled_layout
 
 REQUEST = KVRequest("mla", 1, 576)
 
@@ -49,6 +49,6 @@ def test_a_slot_of_padding_is_written_behind_the_blocks():
 
 def test_it_is_offered_for_latents_of_its_size():
     assert layouts_for(REQUEST)[-1].name == "latent_64_fp8"
-    assert layouts_for(KVRequest("mla", 1, 64)) == layouts_for(KVRequest("gqa", 2, 64, 64)) == paged_layouts()
+    assert layouts_for(KVRequest("mla", 1, 64)) == layouts_for(KVRequest("gqa", 2, 64, 64)) == list_paged_layouts()
     stored = filled(1)[0].export(torch.tensor([0]))
     assert token_scaled_layout().bytes_per_block(REQUEST, torch.bfloat16) == sum(t.nbytes for t in stored)

@@ -47,7 +47,7 @@ def layers(format: str):
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", sorted(FORMATS.keys() - {"mxfp4"}))  # it is dequantized at load, and explain says so
 def test_every_format_is_multiplied_as_it_is_stored(format, capability):
     for op in layers(format):
         served, refused = answers(op, capability)
@@ -98,7 +98,7 @@ def test_a_mixture_is_served_whole_or_says_why():
     ],
 )
 def test_coded_activations(act, group, served):
-    op = Linear(placeholder(512, 384, format="fp8_block"), act=act, act_group=group)
+    op = Linear(placeholder(512, 384, format="fp8_block"), activation_quant=act, activation_group=group)
     found, refused = answers(op)
     assert (found[:1] == ["triton:linear"]) == served
     if not served:

@@ -29,7 +29,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(backend, "DRIVER_FILE", str(tmp_path / "version"))
     monkeypatch.setattr(backend, "DEVICE_NODES", str(tmp_path / "nvidia[0-9]*"))
     monkeypatch.setattr(backend, "OTHER_NODES", (str(tmp_path / "dxg"),))
-    monkeypatch.setattr(backend, "installed", lambda module: False)
+    monkeypatch.setattr(backend, "is_installed", lambda module: False)
     monkeypatch.setattr(torch, "__version__", "2.13.0")
     monkeypatch.setattr(torch.version, "cuda", "12.6")
     monkeypatch.setattr(torch.version, "hip", None)
@@ -65,7 +65,7 @@ def test_registers_what_it_can_import():
     found = getattr(import_module(module), attribute)
     assert issubclass(found, Backend)
     assert found.name == "cuda"
-    assert plugin.INFERPLANE_API == (1, 0)
+    assert plugin.INFERPLANE_API == (1, 1)
 
 
 def test_this_machine_is_explained():
@@ -156,7 +156,7 @@ def test_hip_build_is_not_nvidia(gpus, monkeypatch):
 
 
 def test_kunlun_masquerade_is_left_to_kunlun(gpus, monkeypatch):
-    monkeypatch.setattr(backend, "installed", lambda module: module == "torch_xmlir")
+    monkeypatch.setattr(backend, "is_installed", lambda module: module == "torch_xmlir")
     probe = CudaBackend.probe()
     assert probe.presence is Presence.ABSENT
     assert "Kunlun" in probe.reason
@@ -277,10 +277,10 @@ def test_every_declared_kernel_exists():
 def test_without_triton_its_kernels_say_so(gpus, monkeypatch):
     op = RMSNorm(placeholder(64), 1e-6)
     kernel = next(k for k in CudaBackend().kernels() if (k.op, k.provider) == ("rms_norm", "triton"))
-    monkeypatch.setattr(backend, "installed", lambda module: module == "triton")
+    monkeypatch.setattr(backend, "is_installed", lambda module: module == "triton")
     ctx = Context(torch.bfloat16, "decode", features=CudaBackend().open().features)
     assert kernel.refusals(op, ctx, op.formats()) == []
-    monkeypatch.setattr(backend, "installed", lambda module: False)
+    monkeypatch.setattr(backend, "is_installed", lambda module: False)
     ctx = Context(torch.bfloat16, "decode", features=CudaBackend().open().features)
     assert kernel.refusals(op, ctx, op.formats()) == [
         "feature 'triton' is absent: Triton is not installed (pip install triton)"

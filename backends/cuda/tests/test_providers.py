@@ -22,7 +22,7 @@ from inferplane.binding import Bench, run_case
 from inferplane.ops import Attention, MLAAbsorbed, MLADims, Sample, placeholder
 from inferplane.plugin import HOST, Features, KernelError, KVRequest, UsageError
 from inferplane_cuda.kernels import hopper_kernels, providers
-from inferplane_cuda.kvcache import paged_layouts
+from inferplane_cuda.kvcache import list_paged_layouts
 from inferplane_cuda.tuning import TUNING_VARIABLE, find_fastest, load_measured, rank_measured
 
 SIGNATURES = json.loads((Path(__file__).parent / "provider_signatures.json").read_text())
@@ -208,7 +208,7 @@ def calls() -> list[Any]:
 @pytest.mark.parametrize(("kernel", "op", "steps"), calls(), ids=str)
 def test_calls_mean_what_the_op_means(libraries, kernel, op, steps, record_property):
     made = sample(OPS[op], STEPS[steps])
-    bench = Bench("described", HOST, torch.bfloat16, FEATURES, lambda request: paged_layouts())
+    bench = Bench("described", HOST, torch.bfloat16, FEATURES, lambda request: list_paged_layouts())
     outcome = run_case(kernel, made, bench, poisoned=True)
     assert outcome.served == (op != "window"), outcome.detail
     if outcome.served:
@@ -237,7 +237,7 @@ def test_a_library_that_takes_something_else_is_refused(libraries, monkeypatch):
     ],
 )
 def test_the_reason_is_told(monkeypatch, here, there, words):
-    monkeypatch.setattr(providers, "installed", lambda module: module == here)
+    monkeypatch.setattr(providers, "is_installed", lambda module: module == here)
     monkeypatch.setattr(providers, "version_of", lambda name: there)
     feature = providers.LIBRARIES["flashinfer"].feature()
     assert feature.reason.startswith(words) and feature.present == (there == "0.6.3.post1+cu130")

@@ -12,10 +12,10 @@ from inferplane.ops.linear import Linear
 from inferplane.plugin import Context, Features, KVRequest, paged_layout
 from inferplane_cuda.backend import features_of
 from inferplane_cuda.kernels import kernels, providers
-from inferplane_cuda.kvcache import paged_layouts, token_scaled_layout
+from inferplane_cuda.kvcache import list_paged_layouts, token_scaled_layout
 
 HEADS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 20, 32, 40, 64, 96, 128)
-LAYOUTS = [*paged_layouts(), *(paged_layout(n) for n in (1, 16, 48, 128))]
+LAYOUTS = [*list_paged_layouts(), *(paged_layout(n) for n in (1, 16, 48, 128))]
 COMPOSED = ("torch", "torch_sdpa")
 
 

@@ -69,14 +69,14 @@ class DcuBackend(CapturingAccelerator):
         signs = [path for path in VENDOR_PATHS if os.path.exists(path)]
         signs += [VENDOR_TOOL] if shutil.which(VENDOR_TOOL) else []
         signs += ["a torch built for DTK"] if versions.dtk_of(torch.__version__) else []
-        listed = _listed_gfx()
+        listed = _list_gfx()
         hygon = [gfx for gfx in listed if gfx in GFX and (gfx != SHARED_NAME or signs)]
         if not hygon and not signs:
             seen = f"; the GPUs here are {', '.join(sorted(set(listed)))}, not Hygon's" if listed else ""
             looked = f"looked for {', '.join((*VENDOR_PATHS, VENDOR_TOOL))} and a Hygon gfx name in sysfs"
             reason = f"torch is built for HIP {torch.version.hip}, but nothing of Hygon's is here ({looked}){seen}"
             return Probe(Presence.ABSENT, reason, INSTALL, versions_here)
-        packages = versions.installed()
+        packages = versions.read_installed()
         versions_here = {**versions_here, **packages}
         if misfits := versions.misfits(str(torch.__version__), packages):
             remedy = "install torch and the vendor's packages of one DAS release, for the DTK that is here"
@@ -103,7 +103,7 @@ class DcuBackend(CapturingAccelerator):
                 Hygon's.
         """
         look, fit = f"see what `{VENDOR_TOOL}` says", "DTK, driver and torch wheel must be of one release"
-        with self.opening("DCUs that HIP can use", VISIBLE, look, fit, one="DCU") as cuda:
+        with self.opening("DCUs that HIP can use", VISIBLE, look, fit, device_label="DCU") as cuda:
             properties = cuda.get_device_properties(self.index)
             gfx = str(properties.gcnArchName).split(":")[0]
             if gfx not in GFX:
@@ -133,7 +133,7 @@ class DcuBackend(CapturingAccelerator):
         return "nccl"
 
 
-def _listed_gfx() -> list[str]:
+def _list_gfx() -> list[str]:
     """The gfx name of each GPU that the kernel driver lists.
 
     Source: Linux, drivers/gpu/drm/amd/amdkfd/kfd_topology.c: `gfx_target_version` is major * 10000 + minor * 100 +

@@ -49,7 +49,7 @@ def features_of(gfx: str) -> Features:
             **GFX[gfx][1],
             PAGED_PROMPTS: reported,
             "triton": Feature(True, "assumed: Hygon's build of Triton is installed"),
-            **vendor.assumed_features(),
+            **vendor.assume_features(),
         }
     )
 

@@ -60,12 +60,12 @@ class HeadsKV(BlockedKV):
         v = self.values[blocks].permute(0, 3, 1, 2).flatten(0, 1)
         return k[:tokens], v[:tokens]
 
-    def stored(self) -> tuple[torch.Tensor, ...]:
-        """See `BlockedKV.stored`; the spare block is behind the others."""
+    def list_tensors(self) -> tuple[torch.Tensor, ...]:
+        """See `BlockedKV.list_tensors`; the spare block is behind the others."""
         return self.keys, self.values
 
 
-def by_heads(request: KVRequest) -> bool:
+def supports_heads(request: KVRequest) -> bool:
     """Whether the vendor's paged attention knows heads of this size."""
     return request.kind == "gqa" and request.dim == request.v_dim <= LARGEST_HEAD and request.dim % 64 == 0
 
@@ -74,4 +74,4 @@ def layouts(request: KVRequest) -> tuple[KVLayout, ...]:
     """Every layout on offer for a kind of layer, the vendor's first."""
     paged = tuple(paged_layout(BLOCK_TOKENS, kv_dtype) for kv_dtype in ("auto", "int8"))
     own = KVLayout(HEADS, BLOCK_TOKENS, HeadsKV, lambda r, dtype: BLOCK_TOKENS * r.entries * dtype.itemsize)
-    return (own, *paged) if by_heads(request) else paged
+    return (own, *paged) if supports_heads(request) else paged

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from inferplane.plugin import Context, Feature, KernelError, installed, libraries_of, load_library
+from inferplane.plugin import Context, Feature, KernelError, is_installed, libraries_of, load_library
 from inferplane_dcu import versions
 
 CACHE_OPERATORS = "hcu-ops"
@@ -102,7 +102,7 @@ def device() -> tuple[str, int]:
     return torch.cuda.get_device_name(index), torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def assumed_features() -> dict[str, Feature]:
+def assume_features() -> dict[str, Feature]:
     """Every function and operator, as on a machine that has the vendor's current release."""
     return {
         **{f.feature: Feature(True, f"assumed: {f.modules[0]} has it") for f in FUNCTIONS},
@@ -112,12 +112,12 @@ def assumed_features() -> dict[str, Feature]:
 
 def find_features() -> dict[str, Feature]:
     """Which of them are here; their modules are imported, which may start the device."""
-    return {**{f.feature: _looked_for(f) for f in FUNCTIONS}, CACHE_OPERATORS: _load_operators()}
+    return {**{f.feature: _look_for(f) for f in FUNCTIONS}, CACHE_OPERATORS: _load_operators()}
 
 
-def _looked_for(function: VendorFunction) -> Feature:
+def _look_for(function: VendorFunction) -> Feature:
     packages = sorted({module.partition(".")[0] for module in function.modules})
-    if not any(installed(package) for package in packages):
+    if not any(is_installed(package) for package in packages):
         return Feature(False, f"{' and '.join(packages)}: not installed; DAS has wheels")
     try:
         return Feature(True, f"found in {function.find().__module__}")
@@ -135,9 +135,9 @@ def _load_operators() -> Feature:
 
 def triton(gfx: str) -> Feature:
     """Whether a Triton is here that compiles for a DCU: upstream's LLVM does not know Hygon's gfx names."""
-    if not installed("triton"):
+    if not is_installed("triton"):
         return Feature(False, "Triton is not installed; DAS has wheels of Hygon's build")
-    here = versions.installed()
+    here = versions.read_installed()
     compilers = [f"{name} {here[name]}" for name in ("triton", "flagtree") if name in here]
     if not any(versions.dtk_of(name) or "+hcu" in name for name in compilers):
         what = " and ".join(compilers) or "triton (version unknown)"

@@ -22,7 +22,7 @@ _DTK = re.compile(r"\bdtk(\d{4})")
 _TORCH = re.compile(r"\btorch(\d{3,4})\b")
 
 
-def installed() -> dict[str, str]:
+def read_installed() -> dict[str, str]:
     """Versions of the vendor's packages that are installed, by distribution."""
     found = {name: version_of(name) for name in PACKAGES}
     return {name: version for name, version in found.items() if version}
@@ -55,7 +55,7 @@ def misfits(torch_version: str, packages: dict[str, str]) -> list[str]:
 
     Args:
         torch_version: `torch.__version__`.
-        packages: as `installed` gives them.
+        packages: as `read_installed` gives them.
     """
     out = []
     minor = minor_of(torch_version)
@@ -63,9 +63,9 @@ def misfits(torch_version: str, packages: dict[str, str]) -> list[str]:
     if dtk and here and dtk != here:
         out.append(f"torch {torch_version} is built for DTK {dtk}, the toolkit here is DTK {here}")
     for name, version in packages.items():
-        wants, built = torch_of(version), dtk_of(version)
-        if wants and wants != minor:
-            out.append(f"{name} {version} is built for torch {wants}, this is torch {torch_version}")
+        required, built = torch_of(version), dtk_of(version)
+        if required and required != minor:
+            out.append(f"{name} {version} is built for torch {required}, this is torch {torch_version}")
         elif built and dtk and built != dtk:
             out.append(f"{name} {version} is built for DTK {built}, torch {torch_version} for DTK {dtk}")
     return out

@@ -25,7 +25,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(backend, "VENDOR_PATHS", (str(tmp_path / "dev/mkfd"), str(tmp_path / "opt/dtk")))
     monkeypatch.setattr(torch, "__version__", "2.9.0")
     monkeypatch.setattr(versions, "TOOLKIT", str(tmp_path / "opt/dtk/.info/rocm_version"))
-    monkeypatch.setattr(versions, "installed", dict)
+    monkeypatch.setattr(versions, "read_installed", dict)
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", "6.3.26093")
     for variable in backend.VISIBLE:
@@ -139,7 +139,7 @@ def test_a_torch_of_hygons_is_a_sign(machine, monkeypatch):
 )
 def test_wheels_of_two_releases_are_refused(dcus, machine, monkeypatch, torch_version, packages, toolkit, words):
     monkeypatch.setattr(torch, "__version__", torch_version)
-    monkeypatch.setattr(versions, "installed", lambda: packages)
+    monkeypatch.setattr(versions, "read_installed", lambda: packages)
     (machine / "opt/dtk/.info").mkdir()
     (machine / "opt/dtk/.info/rocm_version").write_text(toolkit + "\n")
     probe = DcuBackend.probe()
@@ -160,7 +160,7 @@ def test_wheels_of_one_release_fit(dcus, machine, monkeypatch):
         "triton": "3.3.0+das.opt1.dtk2604",
     }
     monkeypatch.setattr(torch, "__version__", "2.11.0+das.opt1.dtk2604.202604021232.g1175f0")
-    monkeypatch.setattr(versions, "installed", lambda: packages)
+    monkeypatch.setattr(versions, "read_installed", lambda: packages)
     (machine / "opt/dtk/.info").mkdir()
     (machine / "opt/dtk/.info/rocm_version").write_text("26.04.1")
     probe = DcuBackend.probe()

@@ -85,7 +85,7 @@ def test_lightops_tables_go_by_the_current_dcu(monkeypatch):
 
 
 def test_features_of_a_machine(installed, monkeypatch):
-    monkeypatch.setattr(versions, "installed", dict)
+    monkeypatch.setattr(versions, "read_installed", dict)
     none = features_here("gfx936")
     assert not any(none[f.feature].present for f in vendor.FUNCTIONS)
     assert none["lightop.silu_and_mul_opt"].reason.startswith("lightop: not installed")
@@ -107,8 +107,8 @@ def test_features_of_a_machine(installed, monkeypatch):
     ],
 )
 def test_only_hygons_triton_counts(monkeypatch, packages, present):
-    monkeypatch.setattr(vendor, "installed", lambda name: True)
-    monkeypatch.setattr(versions, "installed", lambda: packages)
+    monkeypatch.setattr(vendor, "is_installed", lambda name: True)
+    monkeypatch.setattr(versions, "read_installed", lambda: packages)
     feature = vendor.triton("gfx936")
     assert feature.present is present
     assert present or "which alone knows gfx936" in feature.reason

@@ -24,7 +24,7 @@ from inferplane.plugin import (
     KVLayout,
     KVRequest,
     Probe,
-    installed,
+    is_installed,
     libraries_of,
     load_library,
 )
@@ -119,7 +119,7 @@ class GcuBackend(CapturingAccelerator):
             DeviceError: another package holds PrivateUse1, the probe did not find it available, torch_gcu does not
                 start, or there is no such GCU.
         """
-        self.require_free_place(OTHER_PRIVATEUSE1)
+        self.require_free_slot(OTHER_PRIVATEUSE1)
         look, fit = f"see what `{TOOL}` says", "driver, TopsRider and torch_gcu must be of one release"
         with self.opening("GCUs that TopsRider can use", (VISIBLE,), look, fit) as gcu:
             name = str(gcu.get_device_name(self.index))
@@ -149,7 +149,7 @@ class GcuBackend(CapturingAccelerator):
 def features_here(generation: int) -> Features:
     """Features of a generation on this machine: vllm-gcu's operators are loaded, flash attention is looked for."""
     found = {**features_of(generation), "vllm-gcu": _load_operators()}
-    if not installed(FLASH):
+    if not is_installed(FLASH):
         found["flash-attn"] = Feature(False, f"{FLASH} is not installed; TopsRider has Enflame's build of it")
     return Features(found)
 

@@ -32,7 +32,7 @@ from inferplane.plugin import (
     minor_of,
 )
 from inferplane_npu.chips import SERIES, arch_of, features_of
-from inferplane_npu.graphs import CapturedStep
+from inferplane_npu.graphs import UpdatableGraph
 from inferplane_npu.kernels import kernels
 from inferplane_npu.kvcache import layouts
 from inferplane_npu.versions import cann_version, mismatch
@@ -94,7 +94,7 @@ class NpuBackend(Accelerator):
             DeviceError: another package holds PrivateUse1, the probe did not find it available, torch_npu or CANN does
                 not start, or there is no such NPU.
         """
-        self.require_free_place(OTHER_PRIVATEUSE1)
+        self.require_free_slot(OTHER_PRIVATEUSE1)
         look = "see what `npu-smi info` says"
         fit = "driver, CANN, torch-npu and torch must be of one release (COMPATIBILITY.md of Ascend/pytorch)"
         with self.opening("NPUs that CANN can use", (VISIBLE,), look, fit) as npu:
@@ -120,9 +120,9 @@ class NpuBackend(Accelerator):
         """HCCL."""
         return "hccl"
 
-    def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> CapturedStep:
+    def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> UpdatableGraph:
         """An NPUGraph; attention is given its lengths anew before each replay."""
-        return CapturedStep(self.runtime(), step, bucket)
+        return UpdatableGraph(self.runtime(), step, bucket)
 
 
 def features_here(arch: str) -> Features:

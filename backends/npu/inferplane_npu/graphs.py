@@ -104,7 +104,7 @@ def recorder_of(batch: Batch, recorder: Recorder | None = None) -> Recorder | No
     return batch.once("inferplane_npu.recorder", lambda: recorder)
 
 
-class CapturedStep:
+class UpdatableGraph:
     """A decode step as a graph.
 
     Args:
@@ -113,7 +113,7 @@ class CapturedStep:
         bucket: a decode batch of the size to capture; its tensors become the graph's own.
 
     Raises:
-        UsageError: the bucket is no decode step, or the host does not know its lengths.
+        UsageError: the bucket is no decode step, or the host does not know its lengths, or it has several block tables.
     """
 
     def __init__(self, runtime: Any, step: Callable[[Batch], Any], bucket: Batch) -> None:
@@ -122,6 +122,8 @@ class CapturedStep:
                 f"A {bucket.kind} step {'' if bucket.host_lens else 'without lengths on the host '}cannot be captured.",
                 remedy="capture decode steps, with host_lens",
             )
+        if bucket.more_tables:
+            raise UsageError("A step with several block tables cannot be captured.", remedy="run it eagerly")
         self.runtime, self.recorder = runtime, Recorder(runtime)
         self.batch = replace(bucket)  # a copy has an empty scratch, which the step fills while it is captured
         recorder_of(self.batch, self.recorder)
@@ -148,7 +150,6 @@ class CapturedStep:
                     raise UsageError(f"Block tables {list(given.shape)} do not fit the captured {list(own.shape)}.")
                 own = own[:, : given.shape[1]]
             own.copy_(given)
-        object.__setattr__(self.batch, "host_lens", batch.lens())
         self.recorder.update(self.side, lengths_of(batch.lens()))
 
     def replay(self) -> Any:
@@ -166,4 +167,4 @@ def _rows(batch: Batch) -> str:
     return f"{batch.tokens} rows of {batch.seq_lens.shape[0]} sequences"
 
 
-__all__ = ["CapturedStep", "Recorder", "attend", "lengths_of", "recorder_of"]
+__all__ = ["Recorder", "UpdatableGraph", "attend", "lengths_of", "recorder_of"]

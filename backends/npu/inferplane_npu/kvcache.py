@@ -46,7 +46,7 @@ def even_first(x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
-def interleaved(x: torch.Tensor) -> torch.Tensor:
+def interleave(x: torch.Tensor) -> torch.Tensor:
     """The other way round: `[..., D]` in canonical order again."""
     return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
@@ -108,10 +108,10 @@ class NpuKV(BlockedKV):
             out.append(held.flatten(0, 1)[:tokens].view(tokens, self.request.heads, dim))
         if not self.latent:
             return tuple(out)
-        return (torch.cat((out[0], interleaved(out[1])), -1)[:, 0],)
+        return (torch.cat((out[0], interleave(out[1])), -1)[:, 0],)
 
-    def stored(self) -> tuple[torch.Tensor, ...]:
-        """See `BlockedKV.stored`; the spare block is behind the others."""
+    def list_tensors(self) -> tuple[torch.Tensor, ...]:
+        """See `BlockedKV.list_tensors`; the spare block is behind the others."""
         return self.first, self.second
 
 
@@ -123,15 +123,15 @@ def _layout(name: str) -> KVLayout:
 
 
 def layouts(request: KVRequest) -> tuple[KVLayout, ...]:
-    """Every layout on offer for one kind of layer: the vendor's where it has one, and core's own in int8.
+    """Every layout on offer for one kind of layer: the vendor's where it has one, core's otherwise, and core's in int8.
 
     Which of the vendor's is taken is decided by the kernels: on the 310P those that read NZ are accepted, elsewhere
     those that read ND.
     """
     int8 = paged_layout(BLOCK_TOKENS, "int8")
-    if request.kind == "mla":
-        if request.dim == LATENT + ROTARY:
-            return _layout(LATENT_ND_128), _layout(LATENT_NZ_128), int8
+    if request.kind == "mla" and request.dim == LATENT + ROTARY:
+        return _layout(LATENT_ND_128), _layout(LATENT_NZ_128), int8
+    if request.kind != "gqa":
         return paged_layout(BLOCK_TOKENS), int8
     if request.heads * request.dim % NZ or request.heads * request.v_dim % NZ:
         return _layout(ND_128), int8

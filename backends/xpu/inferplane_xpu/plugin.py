@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from inferplane.plugin import hookimpl
 
-INFERPLANE_API = (1, 0)
+INFERPLANE_API = (1, 1)
 
 
 @hookimpl

@@ -8,7 +8,7 @@ from inferplane.binding.link import View, link, view_of
 from inferplane.binding.load import DictSource, DummySource, FormatReader, Loaded, TensorSource, load
 from inferplane.binding.lock import read_lock, signature, write_lock
 from inferplane.binding.plan import MAX_REPACKED_FRACTION, Plan, PlanSettings, bind
-from inferplane.binding.plan_text import captured_text, plan_lines
+from inferplane.binding.plan_text import format_captured_steps, plan_lines
 from inferplane.binding.resolver import Resolver
 from inferplane.binding.tuning import KernelTiming, Tuned, tune
 
@@ -32,9 +32,9 @@ __all__ = [
     "Verdict",
     "View",
     "bind",
-    "captured_text",
     "explain",
     "explain_text",
+    "format_captured_steps",
     "link",
     "load",
     "plan_lines",

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
+from inferplane.errors import in_words
 from inferplane.ops import Draw
 from inferplane.ops.op import as_tuple
 from inferplane.ops.oracle import to_host
 from inferplane.types import Batch, HostLens, KVCache, KVLayout, KVRequest, LayerKV, QTensor
+from inferplane.types.batch import TableRows
 
 PADDED_SEQUENCES = 2
 STALE_SCALE = 4.0
 """Stale entries are drawn larger than fresh ones, so that attending to one of them gives a clearly wrong result."""
+
+MAX_SCALE_ERROR = 0.25
+"""By which share the size of a row may differ from the oracle's."""
+NOISE = 1 / 64
+"""Share of the accepted error below which a row of a result is noise."""
+OP_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of activations."""
 
 
 class Caches:
@@ -83,6 +92,17 @@ def caches_in(args: Iterable[Any]) -> list[LayerKV]:
     return out
 
 
+def views_in(args: Iterable[Any]) -> list[Batch]:
+    """For each of `caches_in`, the step as its layer sees it; none without a batch."""
+    args = tuple(args)
+    if (batch := batch_in(args)) is None:
+        return []
+    tables = [
+        arg.list_tables() if isinstance(arg, KVCache) else [0] for arg in args if isinstance(arg, (KVCache, LayerKV))
+    ]
+    return [batch.for_table(number) for numbers in tables for number in numbers]
+
+
 def batch_in(args: Iterable[Any]) -> Batch | None:
     """The batch among an op's arguments, if there is one."""
     return next((a for a in args if isinstance(a, Batch)), None)
@@ -99,7 +119,7 @@ def pad(args: tuple[Any, ...], draw: Draw, *, lens_known: bool) -> tuple[Any, ..
     """
     batch = batch_in(args)
     assert batch is not None and batch.kind == "decode", "only decode steps are padded"
-    tokens, lens, rows = batch.tokens, batch.lens(), padded_rows(batch)
+    tokens, lens, rows = batch.tokens, batch.lens(), count_padded_rows(batch)
     extra = range(1, PADDED_SEQUENCES + 1)
     starts = (*lens.query_start, *(tokens + i * batch.max_query_tokens for i in extra))
     block_tokens = next((kv.block_tokens for kv in caches_in(args)), 1)
@@ -111,6 +131,10 @@ def pad(args: tuple[Any, ...], draw: Draw, *, lens_known: bool) -> tuple[Any, ..
         query_start=torch.tensor(starts, dtype=torch.int32).to(batch.query_start.device),
         seq_lens=_append(batch.seq_lens, 0, PADDED_SEQUENCES),
         block_tables=_append(batch.block_tables, 0, PADDED_SEQUENCES),
+        more_tables=tuple(
+            TableRows(_append(slots, -1, rows), _append(tables, 0, PADDED_SEQUENCES))
+            for slots, tables in batch.more_tables
+        ),
         max_seq_tokens=max(batch.max_seq_tokens, batch.block_tables.shape[1] * block_tokens),
         host_lens=HostLens(starts, (*lens.seq_lens, *(0 for _ in extra))) if lens_known else None,
     )
@@ -127,7 +151,7 @@ def pad(args: tuple[Any, ...], draw: Draw, *, lens_known: bool) -> tuple[Any, ..
     return tuple(grow(arg) for arg in args)
 
 
-def padded_rows(batch: Batch) -> int:
+def count_padded_rows(batch: Batch) -> int:
     """Number of token rows that `pad` adds to a step."""
     return PADDED_SEQUENCES * batch.max_query_tokens
 
@@ -156,11 +180,12 @@ class Untouched:
                 for f in fields(arg):
                     if isinstance(value := getattr(arg, f.name), torch.Tensor):
                         yield f"the batch's {f.name}", value
+                yield from (("a further block table of the batch", t) for rows in arg.more_tables for t in rows)
         for weight in self.weights:
             parts = (weight.data, weight.scale) if isinstance(weight, QTensor) else (weight,)
             yield from (("a weight", t) for t in parts if isinstance(t, torch.Tensor))
 
-    def changed(self) -> str:
+    def describe_change(self) -> str:
         """In words, the first input that changed; empty if none did."""
         for words, tensor, before in self.before:
             now = to_host(tensor)
@@ -203,10 +228,10 @@ def real_rows(got: Any, expected: Any, tokens: int, padded: int) -> Any:
         high = isinstance(g, torch.Tensor) and g.shape[:1] == (tokens + padded,)
         return g[:tokens] if high else f"{list(getattr(g, 'shape', ()))} with {tokens + padded} token rows given"
 
-    gots, wants = as_tuple(got), as_tuple(expected)
-    if len(gots) != len(wants):
+    results, expected_results = as_tuple(got), as_tuple(expected)
+    if len(results) != len(expected_results):
         return got
-    out = tuple(drop_padding(g, u) for g, u in zip(gots, wants, strict=True))
+    out = tuple(drop_padding(g, u) for g, u in zip(results, expected_results, strict=True))
     return out if isinstance(got, tuple) else out[0]
 
 
@@ -214,10 +239,10 @@ def shape_error(got: Any, expected: Any) -> str:
     """In words, how a result differs from the expected one in number, shape, dtype or finiteness; empty if it fits."""
     if expected is None:
         return "" if got is None else f"returned {type(got).__name__} instead of nothing"
-    gots, wants = as_tuple(got), as_tuple(expected)
-    if len(gots) != len(wants):
-        return f"{len(gots)} results instead of {len(wants)}"
-    for i, (g, u) in enumerate(zip(gots, wants, strict=True)):
+    results, expected_results = as_tuple(got), as_tuple(expected)
+    if len(results) != len(expected_results):
+        return f"{len(results)} results instead of {len(expected_results)}"
+    for i, (g, u) in enumerate(zip(results, expected_results, strict=True)):
         if not isinstance(g, torch.Tensor):
             return f"result {i} is {g if isinstance(g, str) else type(g).__name__}, not a tensor"
         if tuple(g.shape) != tuple(u.shape):
@@ -226,6 +251,48 @@ def shape_error(got: Any, expected: Any) -> str:
             return f"result {i} has dtype {g.dtype} instead of {u.dtype}"
         if g.is_floating_point() and not torch.isfinite(g.float()).all():
             return f"result {i} holds NaN or Inf"
+    return ""
+
+
+def scale_error(got: Any, ideal: Any, tolerance: float) -> str:
+    """In words, the first row whose size is wrong; empty if there is none.
+
+    The tolerance is a share of a result's largest value. Beside a large row, a small one could be halved or left out
+    within it. So each row, projected on the oracle's, must be about once the oracle's: rounding averages out there.
+
+    Args:
+        got, ideal: result and oracle's, of the same shapes; the first dimension is that of rows.
+        tolerance: of the op.
+    """
+    for i, (g, u) in enumerate(zip(as_tuple(got), as_tuple(ideal), strict=True)):
+        if not isinstance(u, torch.Tensor) or not u.is_floating_point() or not u.numel():
+            continue
+        rows, expected_rows = (t.reshape(t.shape[0] if t.dim() > 1 else 1, -1).double() for t in (g, u))
+        size = expected_rows.square().mean(1)
+        ratio = (rows * expected_rows).mean(1) / size
+        is_noise = size.sqrt() <= tolerance * expected_rows.abs().max() * NOISE
+        wrong = ~is_noise & ~((ratio - 1).abs() <= MAX_SCALE_ERROR)
+        if wrong.any():
+            row = int(wrong.int().argmax())
+            return f"row {row} of result {i} has {ratio[row]:.2g} times the size that it should have"
+    return ""
+
+
+def reuse_memory(function: Callable[..., Any], given: tuple[Any, ...], returned: Any) -> str:
+    """In words, that a second call with other values changes the result of the first; empty if it does not.
+
+    Args:
+        function: a bound kernel. given: the arguments of its first call. returned: its result, on the device.
+    """
+    before = to_host(as_tuple(returned))
+    others = (a / 2 if isinstance(a, torch.Tensor) and a.dtype in OP_DTYPES else a for a in given)
+    try:
+        function(*others)
+    except Exception as raised:
+        return f"a second call raised {in_words(raised)}"
+    for i, (now, first) in enumerate(zip(to_host(as_tuple(returned)), before, strict=True)):
+        if isinstance(first, torch.Tensor) and not bool(same_entries(now, first).all()):
+            return f"a second call changed result {i} of the first: it returns memory that it keeps"
     return ""
 
 
@@ -253,7 +320,7 @@ def describe(args: tuple[Any, ...]) -> str:
 
 
 @contextmanager
-def poisoned_memory() -> Iterator[None]:
+def poison_memory() -> Iterator[None]:
     """Inside, torch fills fresh memory with NaN (integers: the largest), so that unwritten results are detected.
 
     Source: torch.utils.deterministic.fill_uninitialized_memory.

@@ -15,24 +15,26 @@ from inferplane.binding.case import (
     Untouched,
     batch_in,
     caches_in,
+    count_padded_rows,
     describe,
     pad,
-    padded_rows,
-    poisoned_memory,
+    poison_memory,
     real_rows,
+    reuse_memory,
+    scale_error,
     shape_error,
     stray_write,
+    views_in,
 )
 from inferplane.binding.choice import Choice, Options
 from inferplane.binding.link import link
 from inferplane.binding.plan import Plan, PlanSettings
 from inferplane.binding.resolver import Resolver
-from inferplane.errors import BindError, UsageError
+from inferplane.errors import BindError, UsageError, in_words
 from inferplane.ops import Draw, Op, Sample
 from inferplane.ops.oracle import OracleKV, oracle_arguments, to_host
 from inferplane.types import (
     HOST,
-    Batch,
     Context,
     Features,
     Kernel,
@@ -130,19 +132,21 @@ def run_case(
     writes = any(o.writes_cache for _, o in op.sites())
     if writes:  # rounding of a block's K and V may move an entry to the next value of the stored format
         steps = 1 if op.writes_cache else 2
-        tolerance += steps * max((stored_error(x, bench.dtype) for x in layouts.values()), default=0.0)
+        tolerance += steps * max((round_trip_error(x, bench.dtype) for x in layouts.values()), default=0.0)
 
     caches = Caches(layouts, bench.dtype, bench.torch_device, seed)
     draw = Draw(seed, bench.dtype, bench.torch_device, caches.build)
     weights = {id(w): draw.weight(w) for _, w in op.weights()}
     args = sample.inputs(draw)
-    if poisoned and (step := batch_in(args)) is not None:
-        for cache in caches_in(args):
-            caches.poison(cache, step)
-    ideal_args = oracle_arguments(args)
-    for twin in caches_in(ideal_args):  # a block attends to its own K and V after they were rounded for storage
-        if isinstance(twin, OracleKV) and layouts[twin.request].tolerance and not op.writes_cache:
-            twin.through = partial(caches.round_trip, twin.request)
+    if poisoned:
+        for cache, view in zip(caches_in(args), views_in(args)):
+            caches.poison(cache, view)
+
+    def rounding(request: KVRequest) -> Callable[..., tuple[torch.Tensor, ...]] | None:
+        """A block attends to its own K and V after they were rounded for storage."""
+        return partial(caches.round_trip, request) if layouts[request].tolerance and not op.writes_cache else None
+
+    ideal_args = oracle_arguments(args, rounding)
     expected, ideal = _bodies(sample, bench, weights, _host_arguments(args, ideal_args), ideal_args)
     batch, given = batch_in(args), args
     padded = padded and sample.step_kind == "decode" and batch is not None and batch.kind == "decode"
@@ -154,22 +158,23 @@ def run_case(
         return Outcome(True, float("inf"), tolerance, detail, described, trace, fatal=True)
 
     try:
-        packed = _packed(op, kernel, weights, bench, kind, bench.torch_device)
-        function = _bound(op, kernel, packed, bench, kind)
+        packed = _pack_weights(op, kernel, weights, bench, kind, bench.torch_device)
+        function = _bind_alone(op, kernel, packed, bench, kind)
         untouched = Untouched(given, packed.values())
         before = [caches.read_all(kv) for kv in caches_in(given)]
-        with poisoned_memory():
-            got = to_host(function(*given))
+        with poison_memory():
+            returned = function(*given)
+            got = to_host(returned)
     except Exception as raised:
-        return wrong(f"raised {type(raised).__name__}: {raised}", traceback.format_exc())
+        return wrong(f"raised {in_words(raised)}", traceback.format_exc())
     if padded and batch is not None and expected is not None:
-        got = real_rows(got, expected, batch.tokens, padded_rows(batch))
+        got = real_rows(got, expected, batch.tokens, count_padded_rows(batch))
     if misshapen := shape_error(got, expected):
         return wrong(misshapen)
-    if not op.may_change_inputs and (change := untouched.changed()):
+    if not op.may_change_inputs and (change := untouched.describe_change()):
         return wrong(change)
-    written = {s for s in to_host(batch.slots).tolist() if s >= 0} if batch is not None and writes else set()
-    for kv, stored in zip(caches_in(given), before, strict=True):
+    for kv, view, stored in zip(caches_in(given), views_in(given), before, strict=True):
+        written = {s for s in to_host(view.slots).tolist() if s >= 0} if writes else set()
         if stray := stray_write(stored, caches.read_all(kv), written, kv.block_tokens):
             return wrong(stray)
     try:
@@ -180,7 +185,12 @@ def run_case(
     cache_error = _cache_error(args, ideal_args)
     if cache_error > error:
         error, detail = cache_error, "in the cache"
-    return Outcome(True, error, tolerance, detail, described)
+    outcome = Outcome(True, error, tolerance, detail, described)
+    if not outcome.passed or expected is None:
+        return outcome
+    fault = scale_error(got, ideal, tolerance) if op.compares_entries else ""
+    fault = fault or reuse_memory(function, given, returned)
+    return wrong(fault) if fault else outcome
 
 
 def _prepare_case(
@@ -213,12 +223,12 @@ def _bodies(
 ) -> tuple[Any, Any]:
     """Results of the op's body in the plan's dtype, which has the required shapes and dtypes, and of the oracle."""
     op, kind = sample.op, sample.step_kind
-    expected = _bound(op, None, _packed(op, None, weights, bench, kind, HOST), bench, kind)(*host_args)
-    wide = _packed(op, None, weights, bench, kind, HOST, oracle=True)
-    return expected, _bound(op, None, wide, bench, kind, oracle=True)(*ideal_args)
+    expected = _bind_alone(op, None, _pack_weights(op, None, weights, bench, kind, HOST), bench, kind)(*host_args)
+    wide = _pack_weights(op, None, weights, bench, kind, HOST, oracle=True)
+    return expected, _bind_alone(op, None, wide, bench, kind, oracle=True)(*ideal_args)
 
 
-def bound_case(
+def bind_case(
     kernel: Kernel, sample: Sample, bench: Bench, *, seed: int = 0
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A kernel bound to a sample's op with random weights, and arguments for it, as `run_case` uses them.
@@ -235,11 +245,11 @@ def bound_case(
     caches = Caches(layouts, bench.dtype, bench.torch_device, seed)
     draw = Draw(seed, bench.dtype, bench.torch_device, caches.build)
     weights = {id(w): draw.weight(w) for _, w in sample.op.weights()}
-    packed = _packed(sample.op, kernel, weights, bench, sample.step_kind, bench.torch_device)
-    return _bound(sample.op, kernel, packed, bench, sample.step_kind), sample.inputs(draw)
+    packed = _pack_weights(sample.op, kernel, weights, bench, sample.step_kind, bench.torch_device)
+    return _bind_alone(sample.op, kernel, packed, bench, sample.step_kind), sample.inputs(draw)
 
 
-def stored_error(layout: KVLayout, dtype: torch.dtype) -> float:
+def round_trip_error(layout: KVLayout, dtype: torch.dtype) -> float:
     """Largest relative error of an entry written and read: the layout's, and one rounding to the plan's dtype."""
     return layout.tolerance + torch.finfo(dtype).eps / 2 if layout.tolerance else 0.0
 
@@ -256,7 +266,7 @@ def _choose_layouts(kernel: Kernel | None, op: Op, bench: Bench) -> dict[KVReque
     return chosen
 
 
-def _packed(
+def _pack_weights(
     op: Op,
     kernel: Kernel | None,
     weights: dict[int, Any],
@@ -274,10 +284,10 @@ def _packed(
             value = value.dequantize() if isinstance(value, QTensor) else value.float()
         return value if device == HOST else value.to(device)
 
-    return _forced_plan(op, kernel, bench, kind).pack(value_of)
+    return _force_plan(op, kernel, bench, kind).pack(value_of)
 
 
-def _bound(
+def _bind_alone(
     op: Op,
     kernel: Kernel | None,
     packed: dict[tuple[int, str], Any],
@@ -287,10 +297,10 @@ def _bound(
     oracle: bool = False,
 ) -> Callable[..., Any]:
     """`op` bound to one kernel (None: to bodies on all levels)."""
-    return link(_forced_plan(op, kernel, bench, kind, torch.float32 if oracle else None), packed)[kind]
+    return link(_force_plan(op, kernel, bench, kind, torch.float32 if oracle else None), packed)[kind]
 
 
-def _forced_plan(op: Op, kernel: Kernel | None, bench: Bench, kind: StepKind, dtype: torch.dtype | None = None) -> Plan:
+def _force_plan(op: Op, kernel: Kernel | None, bench: Bench, kind: StepKind, dtype: torch.dtype | None = None) -> Plan:
     settings = PlanSettings(bench.device, dtype or bench.dtype, features=bench.features, max_repacked_fraction=None)
     chosen = _choose_layouts(kernel, op, bench)
     layouts = {} if isinstance(chosen, str) else chosen
@@ -309,7 +319,7 @@ def _kernels_run(op: Op, kernel: Kernel | None, bench: Bench, kind: StepKind) ->
     """
     if kernel is None or not kernel.inlines:
         return [] if kernel is None else [kernel]
-    return [c.kernel for _, _, c in _forced_plan(op, kernel, bench, kind).sites(kind) if c.kernel is not None]
+    return [c.kernel for _, _, c in _force_plan(op, kernel, bench, kind).sites(kind) if c.kernel is not None]
 
 
 class _ForcedResolver(Resolver):
@@ -325,7 +335,7 @@ class _ForcedResolver(Resolver):
         children = {p: self.resolve(c, f"{site}.{p}" if site else p) for p, c in op.children()}
         return Choice(op.name, None, 0, "oracle", [], children, op.hot)
 
-    def native(self, op: Op, format: str) -> bool:
+    def reads_format(self, op: Op, format: str) -> bool:
         return True
 
 
@@ -337,15 +347,15 @@ def _host_arguments(args: tuple[Any, ...], ideal: tuple[Any, ...]) -> tuple[Any,
         if isinstance(arg, torch.Tensor):
             out.append(to_host(arg))
         elif isinstance(other, OracleKV):
-            out.append(_copied(other))
+            out.append(_copy_cache(other))
         elif isinstance(other, KVCache):
-            out.append(replace(other, layers=tuple(map(_copied, other.layers))))
+            out.append(replace(other, layers=tuple(map(_copy_cache, other.layers))))
         else:
             out.append(other)
     return tuple(out)
 
 
-def _copied(kv: Any) -> OracleKV:
+def _copy_cache(kv: Any) -> OracleKV:
     twin = OracleKV(kv.request, kv.block_tokens, kv.entries[0].shape[0])
     twin.entries = [e.clone() for e in kv.entries]
     return twin
@@ -354,10 +364,8 @@ def _copied(kv: Any) -> OracleKV:
 def _cache_error(args: tuple[Any, ...], ideal: tuple[Any, ...]) -> float:
     """Largest error of the entries that later steps may read from the caches."""
     worst = 0.0
-    batch = batch_in(args)
-    for kv, twin in zip(caches_in(args), caches_in(ideal), strict=True):
-        assert batch is not None, "a cache without a batch"
-        host = next(a for a in ideal if isinstance(a, Batch))
+    twins = zip(caches_in(ideal), views_in(ideal), strict=True)
+    for (kv, batch), (twin, host) in zip(zip(caches_in(args), views_in(args), strict=True), twins, strict=True):
         for i, (first, last, n, table) in enumerate(host.rows()):  # padded sequences come last
             skipped = kv.request.blocks_before_window(last - first, n, kv.block_tokens)
             n -= skipped * kv.block_tokens

@@ -16,6 +16,10 @@ Dequantize = Literal["never", "unserved", "below"]
 or all weights of its children."""
 
 
+DecidedBy = Literal["pin", "lock", "rank"]
+"""What decided a choice: a user's pin, the lock file, or the ranks of the kernels that accept the op, if any does."""
+
+
 @dataclass(frozen=True)
 class Rejection:
     """A kernel that was not chosen, and the reason."""
@@ -43,6 +47,7 @@ class Choice:
         own_hot: the op itself is hot: without a kernel its body is a slow reference, whatever its children are bound
             to.
         dequantize: which quantized weights under the kernel are dequantized at load.
+        decided_by: what decided.
         pin: name of the pin that decided.
         activation_quant_skipped: why the activation quantization that the checkpoint requests is not applied; empty if
             it is, or if none is requested.
@@ -60,6 +65,7 @@ class Choice:
     dequantized: bool = False
     own_hot: bool = False
     dequantize: Dequantize = "never"
+    decided_by: DecidedBy = "rank"
     pin: str | None = None
     activation_quant_skipped: str = ""
 

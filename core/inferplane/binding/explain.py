@@ -19,7 +19,7 @@ TEXT_COLUMNS = 100
 
 
 @dataclass(frozen=True)
-class _Line:
+class _SiteLine:
     site: str
     op: Op
     choice: Choice
@@ -54,6 +54,7 @@ def explain(plan: Plan, model_name: str = "") -> dict[str, Any]:
                         "provider": c.kernel.provider if c.kernel else "core",
                         "rank": c.rank,
                         "why": c.why,
+                        "decided_by": c.decided_by,
                         "hot": c.hot,
                         "ambiguous": c.ambiguous,
                         "weights_dequantized": c.dequantized,
@@ -76,7 +77,7 @@ def explain(plan: Plan, model_name: str = "") -> dict[str, Any]:
         "weight_bytes": plan.weight_bytes,
         "sites": sites,
         "copies": _copies(plan),
-        "dequantized": _dequantized(plan),
+        "dequantized": _list_dequantized(plan),
         "activation_quant_skipped": _activation_quant_skipped(plan),
     }
 
@@ -91,19 +92,19 @@ def explain_text(
         model_name: the model's name for users.
         verbose: also show every rejected kernel with the reason.
         width: columns to which reasons are wrapped.
-        more: further entries of the data (`decode_steps`).
+        more: further entries of the data (`kv_tables`, `decode_steps`).
     """
     data = {**explain(plan, model_name), **more}
     lines = ("".join(text for text, _ in line) for line in plan_lines(data, width, verbose=verbose))
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _lines(plan: Plan, kind: StepKind) -> list[_Line]:
+def _lines(plan: Plan, kind: StepKind) -> list[_SiteLine]:
     """Sites in order; consecutive layers that are bound alike share one line."""
-    out: list[_Line] = []
+    out: list[_SiteLine] = []
 
     def walk(op: Op, choice: Choice, site: str, depth: int) -> None:
-        out.append(_Line(site, op, choice, depth))
+        out.append(_SiteLine(site, op, choice, depth))
         if not choice.binds_children:
             return
         children = [(path, child, choice.children[path]) for path, child in op.children()]
@@ -126,7 +127,7 @@ def _lines(plan: Plan, kind: StepKind) -> list[_Line]:
 
 def _copies(plan: Plan) -> list[dict[str, Any]]:
     groups: dict[tuple[str, ...], dict[str, Any]] = {}
-    for i, extra in plan.copied_bytes().items():
+    for i, extra in plan.count_copied_bytes().items():
         packings = tuple(sorted(plan.packings[i]))
         weight = plan.weights[i]
         entry = groups.setdefault(
@@ -144,7 +145,7 @@ def _copies(plan: Plan) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def _dequantized(plan: Plan) -> list[dict[str, Any]]:
+def _list_dequantized(plan: Plan) -> list[dict[str, Any]]:
     return [{"op": op, "format": f, "weights": len(ids)} for (op, f), ids in sorted(plan.dequantized.items())]
 
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from inferplane.binding.check import stored_error
+from inferplane.binding.check import round_trip_error
+from inferplane.errors import in_words
 from inferplane.types import HOST, KVLayout, KVRequest, LayerKV
 
 BLOCKS = 4
@@ -29,7 +30,7 @@ def check_layout(layout: KVLayout, request: KVRequest, dtype: torch.dtype, devic
         kv = layout.build(request, BLOCKS, dtype, torch.device(device))
         return _Check(kv, layout, request, dtype, device).run()
     except Exception as error:
-        return f"it raised {type(error).__name__}: {error}"
+        return f"it raised {in_words(error)}"
 
 
 class _Check:
@@ -47,11 +48,11 @@ class _Check:
             for got, want in zip(self._read(table), rows):
                 if wrong := self._rounding(got, want[slots], slots):
                     return wrong
-        return self._boundaries_and_padding() or self._short_table() or self._moved_blocks() or self._nan()
+        return self._boundaries_and_padding() or self._short_table() or self._move_blocks() or self._nan()
 
     def _boundaries_and_padding(self) -> str:
         boundaries = torch.tensor([self.size - 1, self.size, self.slots - 1])
-        kept, rows = self._read_all(), self._draw(5)
+        before, rows = self._read_all(), self._draw(5)
         self._write(torch.cat((torch.tensor([-1]), boundaries, torch.tensor([-1]))), rows)
         stored = self._read_all()
         for got, want in zip(stored, rows):
@@ -59,7 +60,7 @@ class _Check:
                 return wrong
         others = torch.ones(self.slots, dtype=torch.bool)
         others[boundaries] = False
-        return self._same(stored, kept, others, "writing to the ends of blocks, with padded rows (slot -1), changed")
+        return self._same(stored, before, others, "writing to the ends of blocks, with padded rows (slot -1), changed")
 
     def _short_table(self) -> str:
         """A table may end with entries of 0 that belong to no sequence."""
@@ -69,20 +70,20 @@ class _Check:
             short, [t[:tokens] for t in whole], slice(None), "reading fewer tokens than a table's changed"
         )
 
-    def _moved_blocks(self) -> str:
-        kept = self._read_all()
+    def _move_blocks(self) -> str:
+        before = self._read_all()
         self.kv.copy_blocks(self._numbers([0]), self._numbers([2]))
         self.kv.load(self._numbers([3]), self.kv.export(self._numbers([1])))
         return self._same(
-            self._read_all(), [t[self._slots_of([0, 1, 0, 1])] for t in kept], slice(None), "copying moved"
+            self._read_all(), [t[self._slots_of([0, 1, 0, 1])] for t in before], slice(None), "copying moved"
         )
 
     def _nan(self) -> str:
-        kept, block = self._read_all(), self._slots_of([1])
+        before, block = self._read_all(), self._slots_of([1])
         self._write(block, [t * torch.nan for t in self._draw(self.size)])
         others = torch.ones(self.slots, dtype=torch.bool)
         others[block] = False
-        return self._same(self._read_all(), kept, others, "NaN in another block changed")
+        return self._same(self._read_all(), before, others, "NaN in another block changed")
 
     # -- helpers
 
@@ -109,7 +110,7 @@ class _Check:
         if got.shape != want.shape:
             return f"reading gives {list(got.shape)} instead of {list(want.shape)}"
         error = (got - want.float()).abs().flatten(1).amax(1)
-        bad = ~(error <= stored_error(self.layout, self.dtype) * want.float().abs().flatten(1).amax(1))
+        bad = ~(error <= round_trip_error(self.layout, self.dtype) * want.float().abs().flatten(1).amax(1))
         if not bad.any():
             return ""
         i = int(bad.int().argmax())

@@ -8,21 +8,25 @@ children, and the static fields.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from inferplane.binding.choice import Choice
 from inferplane.binding.plan import Plan
 from inferplane.binding.resolver import check_parameters
-from inferplane.errors import KernelError
-from inferplane.ops import Op
+from inferplane.errors import KernelError, in_words
+from inferplane.ops import Linear, Op
+from inferplane.ops.linear import OLD_LINEAR
+from inferplane.renamed import old_attributes
 from inferplane.types import CANONICAL, Kernel, StepKind, Weight
 from inferplane.types.scratch import Scratch
+from inferplane.types.weight import OLD_OUTPUT_QUANT
 
 Packed = Mapping[tuple[int, str], Any]
-"""`(id of a weight, packing name)` -> the packed weight."""
+"""`(id of a weight, packing label)` -> the packed weight."""
 
 
+@old_attributes(OLD_OUTPUT_QUANT)
 class View(Scratch):
     """The first argument of a kernel or a body: the op's fields by name, and `once(key, make)`.
 
@@ -41,6 +45,30 @@ class View(Scratch):
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
+
+
+@old_attributes(OLD_LINEAR)
+class LinearView(View):
+    """The view of a `Linear`, which can be read by the names of plugin API 1.0 too."""
+
+
+class NumberedView(View):
+    """The view of an op whose items are numbered (`Op.numbered`): a sequence of them.
+
+    Kernels of a whole model that were written when a model had a tuple of layers read them so.
+    """
+
+    def __init__(self, numbered: str) -> None:
+        self.numbered = numbered
+
+    def __len__(self) -> int:
+        return len(getattr(self, self.numbered))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(getattr(self, self.numbered))
+
+    def __getitem__(self, index: Any) -> Any:
+        return getattr(self, self.numbered)[index]
 
 
 def view_of(bound: Callable[..., Any]) -> View:
@@ -75,14 +103,14 @@ class _Linker:
         kernel = choice.kernel
         if kernel is not None and not choice.binds_children:
             return self.method(kernel, self.view(op, choice, kernel, ""), op, choice)
-        view, inlining = View(), View()
+        view, inlining = _empty_view(op), _empty_view(op)
         for path, value in op.items():
             child_view = None
             if isinstance(value, Weight):
-                value = self.packed[id(value), self.plan.packing(op, value, CANONICAL, self.kind, "unserved").name]
+                value = self.packed[id(value), self.plan.packing(op, value, CANONICAL, self.kind, "unserved").label]
             elif isinstance(value, Op):
                 value = self.bind(value, choice.children[path])
-                child_view = view_of(value) if kernel is not None and kernel.inlined(path) else None
+                child_view = view_of(value) if kernel is not None and kernel.find_inlined(path) else None
             _set_field(view, op, path, value)
             _set_field(inlining, op, path, value if child_view is None else child_view)
         body = op.variants[choice.variant] if choice.variant else type(op).__call__
@@ -96,12 +124,12 @@ class _Linker:
         return types.MethodType(self.function(kernel), view)
 
     def view(self, op: Op, choice: Choice, kernel: Kernel, prefix: str) -> View:
-        view = View()
+        view = _empty_view(op)
         for path, value in op.items():
             if isinstance(value, Weight):
                 packing = kernel.packs.get(prefix + path, CANONICAL)
                 stored = self.plan.packing(op, value, packing, self.kind, choice.dequantize, below=bool(prefix))
-                value = self.packed[id(value), stored.name]
+                value = self.packed[id(value), stored.label]
             elif isinstance(value, Op):
                 value = self.view(value, choice, kernel, f"{prefix}{path}.")
             _set_field(view, op, path, value)
@@ -124,10 +152,16 @@ class _Linker:
                 self.prepared[id(choice)] = kernel.prepare(op, self.plan.resolvers[self.kind].ctx)
             except Exception as error:
                 raise KernelError(
-                    f"Kernel {kernel.name}: prepare raised {type(error).__name__}: {error}.",
+                    f"Kernel {kernel.name}: prepare raised {in_words(error)}.",
                     remedy=f"pin another provider for {kernel.op!r}",
                 ) from error
         return self.prepared[id(choice)]
+
+
+def _empty_view(op: Op) -> View:
+    if op.numbered:
+        return NumberedView(op.numbered)
+    return LinearView() if isinstance(op, Linear) else View()
 
 
 def _set_field(view: View, op: Op, path: str, value: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from inferplane.binding.plan import Plan
-from inferplane.errors import CheckpointError, KernelError, first_of
+from inferplane.errors import CheckpointError, KernelError, first_of, in_words
 from inferplane.ops import encode
 from inferplane.types import HOST, PLAIN, QTensor, Shard, Weight
 from inferplane.types.qtensor import largest
@@ -59,7 +59,7 @@ class Loaded:
     """The result of loading.
 
     Args:
-        packed: `(id of a weight, packing name)` -> what kernels read.
+        packed: `(id of a weight, packing label)` -> what kernels read.
         unused: unexpected names in the source that no weight reads.
         ignored: expected names in the source that no weight reads.
         nbytes: bytes of all packings.
@@ -131,7 +131,7 @@ def load(
             except Exception as error:
                 users = sorted(plan.users[id(weight)][name])
                 raise KernelError(
-                    f"Packing {name!r} of {weight.parts[:1] or 'a constant'} raised {type(error).__name__}: {error}. "
+                    f"Packing {name!r} of {weight.parts[:1] or 'a constant'} raised {in_words(error)}. "
                     f"It is requested by {', '.join(users[:3])}.",
                     remedy="pin another provider for these sites",
                 ) from error
@@ -186,7 +186,7 @@ def check(weights: Iterable[Weight], source: TensorSource) -> set[str]:
             if weight.format == PLAIN and dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
                 strange.append(f"{part} {str(dtype).removeprefix('torch.')}")
             if len(shape) in (len(weight.shape), min(2, len(weight.shape))):  # else it is misshapen and counts no rows
-                shape = _sharded(part, shape, weight.shard_of(i))
+                shape = _shard_shape(part, shape, weight.shard_of(i))
                 mine = _rows(weight, shape)
                 rows[i * len(rows) // len(weight.parts)] += mine
                 right = right and (not weight.rows or mine == weight.rows[i])
@@ -238,7 +238,7 @@ def assemble(
     row = 0
     for i, part in enumerate(weight.parts):
         shard = weight.shard_of(i)
-        shape = _sharded(part, source.shape(part) or (), shard)
+        shape = _shard_shape(part, source.shape(part) or (), shard)
         rows = _rows(weight, shape)
         source.read_into(part, flat[row : row + rows].view(shape), shard)
         row += rows
@@ -300,7 +300,7 @@ def _rows(weight: Weight, shape: tuple[int, ...]) -> int:
     return math.prod(shape[:-1]) if len(weight.shape) > 1 else math.prod(shape)
 
 
-def _sharded(name: str, shape: tuple[int, ...], shard: Shard) -> tuple[int, ...]:
+def _shard_shape(name: str, shape: tuple[int, ...], shard: Shard) -> tuple[int, ...]:
     if shard.size == 1:
         return shape
     if shape[shard.axis] % shard.size:

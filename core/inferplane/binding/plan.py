@@ -13,9 +13,10 @@ import torch
 
 from inferplane.binding.choice import Choice, Dequantize, Options
 from inferplane.binding.resolver import Resolver
-from inferplane.errors import BindError, first_of
+from inferplane.errors import BindError, KernelError, first_of
 from inferplane.ops import OPS, Op
 from inferplane.ops.formats import FORMATS
+from inferplane.renamed import old_names
 from inferplane.types import (
     CANONICAL,
     PLAIN,
@@ -30,7 +31,6 @@ from inferplane.types import (
     StepKind,
     Weight,
 )
-from inferplane.types.renamed import old_names
 
 MAX_REPACKED_FRACTION = 0.05
 """Largest fraction of the weights' bytes that may be kept in a second packing."""
@@ -64,7 +64,7 @@ class Plan:
     """Every decision for one model on one backend: a tree of choices per step kind, and each weight's packings.
 
     Attributes: `model`, `settings`, `layouts` (cache request -> layout), `choices` (step kind -> root choice),
-    `packings` (id of a weight -> name -> packing), `users` (id of a weight -> packing name -> sites), `weights`,
+    `packings` (id of a weight -> label -> packing), `users` (id of a weight -> packing label -> sites), `weights`,
     `dequantized` (op name and format -> ids of the quantized weights that are dequantized at load for this op).
     """
 
@@ -126,8 +126,14 @@ class Plan:
         return packing.dequantize_first(weight.dtype or self.settings.dtype)
 
     def _use(self, op: Op, weight: Weight, packing: Packing, user: str) -> None:
-        self.packings[id(weight)].setdefault(packing.name, packing)
-        self.users[id(weight)][packing.name].add(user)
+        stored = self.packings[id(weight)].setdefault(packing.label, packing)
+        self.users[id(weight)][packing.label].add(user)
+        if stored != packing:
+            raise KernelError(
+                f"Packing {packing.label!r} of {weight.parts[:1] or 'a constant'} is requested as stored and of "
+                f"dequantized values, by {', '.join(sorted(self.users[id(weight)][packing.label]))}.",
+                remedy="call one of the packings by another name",
+            )
         if packing.dequantized:
             self.dequantized[op.name, weight.format].add(id(weight))
 
@@ -141,7 +147,7 @@ class Plan:
         return weight.nbytes(self.settings.dtype)
 
     def pack(self, value_of: Callable[[int], Any]) -> dict[tuple[int, str], Any]:
-        """Every weight in every packing, by `(id of the weight, packing name)`, as `link` takes them.
+        """Every weight in every packing, by `(id of the weight, packing label)`, as `link` takes them.
 
         Args:
             value_of: id of a weight -> its canonical value.
@@ -157,7 +163,7 @@ class Plan:
         """Bytes of all weights in all their packings."""
         return sum(self.nbytes(self.weights[i], name) for i, names in self.packings.items() for name in names)
 
-    def copied_bytes(self) -> dict[int, int]:
+    def count_copied_bytes(self) -> dict[int, int]:
         """Bytes of the second and further packings, by id of the weight."""
         out = {}
         for i, names in self.packings.items():
@@ -232,9 +238,9 @@ def bind(
         refused.update({key: [reason] for key in keys})
     matched = set().union(*(r.used_pins for r in plan.resolvers.values()))
     if unused := sorted(set(options.pins) - matched):
-        raise _unused_pin(model, unused)
+        raise _report_unused_pin(model, unused)
     if hidden := sorted(matched - {c.pin for _, _, _, c in plan.distinct()}):
-        raise _hidden_pin(plan, hidden[0])
+        raise _report_hidden_pin(plan, hidden[0])
     if settings.deterministic and (left := plan.hot_references()):
         # A body is plain torch, whose matrix products may sum in another order if the batch size changes.
         raise BindError(
@@ -264,10 +270,10 @@ def _best_layouts(
     that access a layout's memory count.
     """
     requests = model.kv_requests()
-    offers = [list(kv_layouts(r)) for r in requests]
+    available = [list(kv_layouts(r)) for r in requests]
     best: tuple[int, Plan] | None = None
     pin_error: BindError | None = None
-    for combination in itertools.product(*offers):
+    for combination in itertools.product(*available):
         if len({layout.block_tokens for layout in combination}) > 1:
             continue
         layouts = dict(zip(requests, combination))
@@ -287,11 +293,11 @@ def _best_layouts(
     if best is None and pin_error is not None:
         raise pin_error
     if best is None:
-        sizes = {f"{r.kind}, window {r.window}": [x.name for x in offer] for r, offer in zip(requests, offers)}
+        sizes = {f"{r.kind}, window {r.window}": [x.name for x in each] for r, each in zip(requests, available)}
         raise BindError(
-            f"Device {settings.device!r} offers no KV layouts with one block size for all layers of this model.",
+            f"Device {settings.device!r} has no KV layouts with one block size for all layers of this model.",
             there_is=str(sizes),
-            remedy="let the backend offer layouts that share a block size",
+            remedy="use a backend with KV layouts that share a block size",
         )
     return best[1]
 
@@ -313,7 +319,7 @@ def _over_budget(plan: Plan) -> tuple[list[tuple[StepKind, Any, Kernel]], str] |
     budget = plan.settings.max_repacked_fraction
     if budget is None:
         return None
-    copied = plan.copied_bytes()
+    copied = plan.count_copied_bytes()
     once = plan.weight_bytes - sum(copied.values())
     if sum(copied.values()) <= budget * once:
         return None
@@ -331,7 +337,7 @@ def _over_budget(plan: Plan) -> tuple[list[tuple[StepKind, Any, Kernel]], str] |
     )
 
 
-def _hidden_pin(plan: Plan, name: str) -> BindError:
+def _report_hidden_pin(plan: Plan, name: str) -> BindError:
     larger = [
         f"{site or 'the root'} ({choice.kernel})"
         for kind in plan.choices
@@ -344,7 +350,7 @@ def _hidden_pin(plan: Plan, name: str) -> BindError:
     )
 
 
-def _unused_pin(model: Op, unused: list[str]) -> BindError:
+def _report_unused_pin(model: Op, unused: list[str]) -> BindError:
     import difflib
 
     sites = [site for site, _ in model.sites() if site]

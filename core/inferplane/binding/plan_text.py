@@ -5,10 +5,12 @@ use it; the command line adds colour.
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from inferplane.binding.choice import DECOMPOSITION
 from inferplane.ops import OPS
 from inferplane.types import RANK_PORTABLE, RANK_TUNED
 
@@ -46,7 +48,8 @@ def plan_lines(
     """The lines of a whole plan.
 
     Args:
-        data: the result of `explain`; with `decode_steps`, the captured steps are shown too.
+        data: the result of `explain`; with `kv_tables` and `decode_steps`, what windows release and which steps are
+            captured are shown too.
         width: columns to which reasons are wrapped.
         verbose: also show rejected kernels.
         architectures: those the backend knows, shown if the plan assumes one.
@@ -102,16 +105,26 @@ def _windows(data: Mapping[str, Any]) -> str:
     windows = {layout["window"] for layout in data["kv_layouts"]}
     if windows <= {None}:
         return ""
-    if None not in windows:
-        return f"; blocks before the last {max(windows)} tokens are released"
+    found = data.get("kv_tables", {"tables": [], "shared_because": ""})
+    layers: Counter[int | None] = Counter()
+    for table in found["tables"]:
+        layers[table["window"]] += table["layers"]
+    released = sorted(window for window in layers if window is not None)
+    if released and len(layers) == 1:
+        return f"; blocks before the last {released[0]} tokens are released"
+    if released:
+        parts = (f"the last {window} tokens of {layers[window]} layers" for window in released)
+        return f"; blocks before {' and before '.join(parts)} are released"
+    if not found["shared_because"]:
+        return ""
     some = ", ".join(map(str, sorted(windows - {None})))
-    return f"; layers with a window of {some} keep all tokens too, because other layers have no window"
+    return f"; layers with a window of {some} keep all tokens too, because {found['shared_because']}"
 
 
 def _table(lines: list[SiteRow], width: int, *, verbose: bool) -> Iterator[Line]:
     labels = [" " * INDENT * row.depth + row.label for row in lines]
     columns = [labels, [row.entry["op"] for row in lines], [_by(row) for row in lines]]
-    heads = ("site", "op", "runs by")
+    heads = ("site", "op", "run by")
     widths = [max(map(len, (head, *cells))) for head, cells in zip(heads, columns)]
     start = 2 + sum(widths) + len(GAP) * len(widths)
     why_width = max(NARROWEST_WHY, width - start)
@@ -137,13 +150,13 @@ def _table(lines: list[SiteRow], width: int, *, verbose: bool) -> Iterator[Line]
 def _why(row: SiteRow) -> str:
     """The reason; empty for an op that has no kernel on any device."""
     chosen = row.entry["chosen"]
-    silent = chosen["kernel"] == "decomposition" and chosen["why"].startswith("no kernel") and not row.entry["rejected"]
+    silent = chosen["kernel"] == DECOMPOSITION and chosen["decided_by"] == "rank" and not row.entry["rejected"]
     return "" if silent and not row.needs_attention else str(chosen["why"])
 
 
 def _by(row: SiteRow) -> str:
     kernel = str(row.entry["chosen"]["kernel"])
-    return kernel.replace("decomposition", "its parts")
+    return kernel.replace(DECOMPOSITION, "its parts")
 
 
 def _style(row: SiteRow) -> str:
@@ -158,8 +171,9 @@ def _style(row: SiteRow) -> str:
 def _foot(data: Mapping[str, Any], lines: list[SiteRow]) -> Iterator[Line]:
     for copy in data["copies"]:
         packings = f"{len(copy['packings'])} packings ({', '.join(copy['packings'])})"
-        more = f"{copy['uses']} weights like it, {copy['extra_bytes']} bytes more"
-        yield [(f"kept in {packings}: {copy['weight']}, {more}", "")]
+        weights = f"{copy['uses']} weights" if copy["uses"] > 1 else "1 weight"
+        more = f"{weights} such as {copy['weight']}, {copy['extra_bytes']} bytes more"
+        yield [(f"stored in {packings}: {more}", "")]
     for item in data["dequantized"]:
         words = f"dequantized at load: {item['weights']} weights of format {item['format']}"
         yield [(f"{words}, which no kernel of {item['op']} accepts here", "")]
@@ -168,7 +182,7 @@ def _foot(data: Mapping[str, Any], lines: list[SiteRow]) -> Iterator[Line]:
         yield [(f"{words}, though the checkpoint requests it: {item['reason']}", "")]
     steps = data.get("decode_steps")
     if steps is not None and not steps["off"]:
-        yield [(captured_text(steps), "")]
+        yield [(format_captured_steps(steps), "")]
     slow = sorted({row.entry["op"] for row in lines if row.needs_attention and not row.entry["chosen"]["ambiguous"]})
     tied = sorted({row.entry["op"] for row in lines if row.entry["chosen"]["ambiguous"]})
     if slow:
@@ -179,7 +193,7 @@ def _foot(data: Mapping[str, Any], lines: list[SiteRow]) -> Iterator[Line]:
         yield [("every hot op has a kernel", "green")]
 
 
-def captured_text(data: Mapping[str, Any]) -> str:
+def format_captured_steps(data: Mapping[str, Any]) -> str:
     """Which decode steps are captured, as a sentence; `data` is `decode_steps`."""
     if data["off"]:
         return f"decode steps are not captured: {data['off']}"
@@ -187,7 +201,11 @@ def captured_text(data: Mapping[str, Any]) -> str:
     drafts, apart = "", data.get("drafting_layer")
     if apart is not None:
         drafts = "; drafts are " + (f"captured separately: {apart}" if apart else "captured in the same graph")
+    wrong = "".join(
+        f"; those of {w['sequences']} with {w['tokens']} tokens each replay wrongly and run eagerly: {w['reason']}"
+        for w in data.get("wrong", ())
+    )
     return (
         f"decode steps are captured for {', '.join(map(str, data['sequences']))} sequences{tokens}: padding costs at "
-        f"most {data['padding']:.0%} of a step, inputs and results take {data['nbytes'] / 2**20:.1f} MiB{drafts}"
+        f"most {data['padding']:.0%} of a step, inputs and results take {data['nbytes'] / 2**20:.1f} MiB{drafts}{wrong}"
     )

@@ -15,7 +15,7 @@ from dataclasses import replace
 from inferplane.binding.choice import DECOMPOSITION, REFERENCE, Choice, Dequantize, Options, Rejection
 from inferplane.binding.lock import signature
 from inferplane.errors import BindError, KernelError
-from inferplane.ops import OPS, Op
+from inferplane.ops import EXTENSIONS, OPS, Op
 from inferplane.types import PLAIN, Context, Kernel, Weight
 
 
@@ -76,20 +76,20 @@ class Resolver:
             path: self._at(child, f"{site}.{path}" if site else path, passed_on) for path, child in op.children()
         }
         rejected: list[Rejection] = []
-        accepted, dequantize = self._accepted(op, site, children, against, rejected, pin[1] if pin else "")
+        accepted, dequantize = self._accept(op, site, children, against, rejected, pin[1] if pin else "")
         hot = op.hot or any(c.hot for c in children.values())
         leaves = [c for c in children.values() if c.hot] or list(children.values())
         # A hot op's body is slow with any children, and so is one that dequantizes what a kernel reads as stored.
         reads_stored = dequantize == "never" and not all(k.inlines for k in accepted)
         slow = op.hot or (reads_stored and self.formats(op) != op.formats())
         body_rank = 0 if slow else min((c.rank for c in leaves), default=0)
-        dequantized = any(v.format != PLAIN and not self.native(op, v.format) for v in _own_weights(op))
+        dequantized = any(v.format != PLAIN and not self.reads_format(op, v.format) for v in _own_weights(op))
         choice = Choice(op.name, None, body_rank, "", rejected, children, hot, dequantized=dequantized, own_hot=op.hot)
-        by_rank = self._decide(choice, op, site, pin, accepted)
+        self._decide(choice, op, site, pin, accepted)
         for kernel in accepted:
             if kernel is not choice.kernel:
                 reason = choice.why
-                if by_rank and choice.kernel is not None:
+                if choice.decided_by == "rank" and choice.kernel is not None:
                     level = "has the rank of" if kernel.rank == choice.kernel.rank else "ranks below"
                     reason = f"{level} {choice.label}"
                 rejected.append(Rejection(kernel.name, kernel.rank, reason))
@@ -123,7 +123,7 @@ class Resolver:
         lost = next((f"{r.kernel} is not chosen: {r.reason}" for r in c.rejected if r.kernel in able), "")
         c.activation_quant_skipped = lost or f"no kernel of {op.name} quantizes them"
 
-    def _accepted(
+    def _accept(
         self,
         op: Op,
         site: str,
@@ -162,10 +162,11 @@ class Resolver:
                 return sorted(accepted, key=_order), dequantize
         raise AssertionError("there is always a last tier")
 
-    def _decide(self, c: Choice, op: Op, site: str, pin: tuple[str, str] | None, accepted: list[Kernel]) -> bool:
-        """Fill in the choice; True when ranks decided."""
+    def _decide(self, c: Choice, op: Op, site: str, pin: tuple[str, str] | None, accepted: list[Kernel]) -> None:
+        """Fill in the choice."""
         if pin is not None:
             c.pin, provider = pin
+            c.decided_by = "pin"
             c.why = f"pinned to {provider} by {c.pin!r}"
             if provider in op.variants:
                 c.variant = provider
@@ -173,14 +174,14 @@ class Resolver:
                 c.kernel = next((k for k in accepted if provider in (k.provider, k.name)), None)
                 if c.kernel is None:
                     raise self._pin_error(op, site, c.pin, provider, c.rejected, accepted)
-            return False
+            return
         locked = None
         if self.options.lock:
             locked = self.options.lock.get(f"{op.name}|{self.ctx.step_kind}|{signature(op)}")
             c.kernel = next((k for k in accepted if k.name == locked), None)
             if c.kernel is not None:
-                c.why = "chosen by the lock file"
-                return False
+                c.why, c.decided_by = "chosen by the lock file", "lock"
+                return
         parts = c.children and not c.own_hot
         if not accepted:
             c.why = "no kernel accepts it: decomposed" if parts else "no kernel accepts it: reference"
@@ -196,11 +197,10 @@ class Resolver:
                 c.why = f"AMBIGUOUS: {second.name} has rank {c.kernel.rank} too; pin one, or change a rank"
         if locked is not None:
             c.why += f"; the lock file's {locked} is not available"
-        return True
 
     # -- weight formats
 
-    def native(self, op: Op, format: str) -> bool:
+    def reads_format(self, op: Op, format: str) -> bool:
         """Whether some kernel reads weights of this format for `op` here; if not, they are dequantized at load.
 
         Kernels of other step kinds count: a weight that one column of the plan reads as stored is not kept twice.
@@ -228,7 +228,7 @@ class Resolver:
         return found
 
     def _own_formats(self, op: Op) -> frozenset[str]:
-        return frozenset(w.format if self.native(op, w.format) else PLAIN for w in _own_weights(op))
+        return frozenset(w.format if self.reads_format(op, w.format) else PLAIN for w in _own_weights(op))
 
     def dequantizes(self, owner: Op, weight: Weight, dequantize: Dequantize, *, below: bool) -> bool:
         """Whether a weight of `owner` is dequantized at load by a choice at or above `owner`.
@@ -243,7 +243,7 @@ class Resolver:
             return False
         if dequantize == "unserved" and not owner.body_reads_quantized:
             return True
-        return (dequantize == "below" and below) or not self.native(owner, weight.format)
+        return (dequantize == "below" and below) or not self.reads_format(owner, weight.format)
 
     # -- pins
 
@@ -295,19 +295,25 @@ def _not_inlined(kernel: Kernel, site: str, children: dict[str, Choice]) -> list
     wrong = [
         f"{prefix}{path} is bound to {child.label}, which it cannot run"
         for path, child in children.items()
-        if (names := kernel.inlined(path)) and (child.kernel is None or child.kernel.name not in names)
+        if (names := kernel.find_inlined(path)) and (child.kernel is None or child.kernel.name not in names)
     ]
     return [wrong[0] + (f", and {len(wrong) - 1} more such" if len(wrong) > 1 else "")] if wrong else []
 
 
 def check_declaration(kernel: Kernel) -> None:
-    """Raise KernelError if a kernel names an unknown op or weight, or its parameters differ from the op's."""
+    """Raise KernelError if a kernel names an unknown op, extension or weight, or has other parameters than the op."""
     op = OPS.get(kernel.op)
     if op is None:
         raise KernelError(
             f"Kernel {kernel.name} is declared for an unknown op {kernel.op!r}.",
             there_is=", ".join(sorted(OPS)),
             remedy="declare it for one of these",
+        )
+    if unknown := sorted(set(kernel.when.extensions) - EXTENSIONS):
+        raise KernelError(
+            f"Kernel {kernel.name} of op {kernel.op!r} computes the extension {unknown[0]!r}, which is unknown.",
+            there_is=", ".join(sorted(EXTENSIONS)) or "none",
+            remedy='write "op.field", or the name of an op that is an extension',
         )
     for path, packing in kernel.packs.items():
         if path.partition(".")[0] not in op.fields():

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from inferplane.binding.check import Bench, bound_case, run_case
+from inferplane.binding.check import Bench, bind_case, run_case
 from inferplane.binding.lock import signature
 from inferplane.binding.plan import Plan
 from inferplane.ops import Op, Sample
@@ -167,7 +167,7 @@ def _time(
     runs = {}
     for kernel, timing in zip(kernels, timings):
         if not timing.wrong:
-            function, args = bound_case(kernel, sample, bench, seed=1)
+            function, args = bind_case(kernel, sample, bench, seed=1)
             runs[timing.kernel] = _repeat(lambda f=function, a=args: f(*a), kernel, clock, capture)  # type: ignore[misc]
     for _ in range(ROUNDS):
         for timing in timings:

@@ -12,6 +12,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from inferplane.engine.clients.options import ALL_OPTIONS, SpeculativeOptions, flags, help_text
+from inferplane.engine.clients.other_engines import advice, as_flag
 from inferplane.errors import UsageError
 
 if TYPE_CHECKING:
@@ -63,26 +64,49 @@ class Parser(argparse.ArgumentParser):
             pass_on: name of the attribute that receives unknown words; None refuses them.
 
         Raises:
-            UsageError: the words make no sense; an unknown option is answered with the one it resembles.
+            UsageError: the words make no sense; an unknown option is answered with what to use in place of another
+                engine's option of that name, else with the one it resembles.
         """
         args, rest = self.parse_known_args(words)
         if pass_on is not None:
             setattr(args, pass_on, rest)
         elif rest:
             raise self._unknown(rest)
+        self._refuse_contradictions(words)
         check_device(getattr(args, "device", None), indexed="--index" in self._option_string_actions)
         return args
+
+    def _refuse_contradictions(self, words: Sequence[str]) -> None:
+        """Raise UsageError if parsed words give an option two values, of which argparse takes the last; lists are
+        exempt."""
+        given: dict[str, tuple[str, str]] = {}  # option -> its flag as typed, and its value
+        for at, word in enumerate(words):
+            flag, equals, value = word.partition("=")
+            action = self._option_string_actions.get(flag)
+            if word == "--":
+                return
+            if action is None or isinstance(action, argparse._AppendAction) or action.nargs in ("*", "+"):
+                continue
+            if action.nargs == 0:
+                value = "no" if flag.startswith("--no-") else "yes"
+            elif not equals:
+                value = words[at + 1]
+            first, before = given.setdefault(action.dest, (flag, value))
+            if before != value:
+                same = f"{first} is given twice" if first == flag else f"{first} and {flag} are one option"
+                raise UsageError(f"{same}, with two values.", remedy="keep one of them")
 
     def _unknown(self, rest: Sequence[str]) -> UsageError:
         known = [name for name in self._option_string_actions if name.startswith("--")]
         options = [word.partition("=")[0] for word in rest if word.startswith("-") and not word[1:2].isdigit()]
+        elsewhere = [found for word in options if (found := advice(word, as_flag))]
         close = [match for word in options for match in difflib.get_close_matches(word, known, n=1)]
         if options:
             what = f"option{'s' * (len(options) > 1)} {' and '.join(map(repr, options))}"
         else:
             what = f"argument; quote what belongs together: {' '.join(rest)!r}"
         perhaps = f"perhaps {' and '.join(close)} {'were' if close[1:] else 'was'} meant"
-        remedy = perhaps if close else f"see `{self.prog} --help`"
+        remedy = "; ".join(elsewhere) or (perhaps if close else f"see `{self.prog} --help`")
         return UsageError(f"{self.prog} has no {what}.", remedy=remedy)
 
 
@@ -193,7 +217,7 @@ def add_running(parser: Parser) -> None:
     group = add_binding(parser)
     for name in ("index", "lock", "load_format"):
         add_option(group, name)
-    group = parser.add_argument_group("drafting several tokens a step (left out: none; the text stays as it is)")
+    group = parser.add_argument_group("speculative decoding (off by default)")
     add_option(group, "speculative_method")
     drafts = f"{help_text('num_speculative_tokens')}; left out: {DRAFTS} with a method"
     add_option(group, "num_speculative_tokens", default=None, help=drafts)
@@ -218,16 +242,17 @@ def speculation(args: argparse.Namespace) -> dict[str, Any] | None:
 def add_generating(parser: Parser, *, max_tokens: int) -> None:
     """As `add_running`, and how tokens are chosen; what is left out is as `sampling_defaults` says."""
     group = parser.add_argument_group("how tokens are chosen (left out: as the checkpoint recommends, else greedily)")
-    group.add_argument(
-        "--max-tokens", metavar="N", type=int, help=f"most tokens to generate; left out: {max_tokens}, or what has room"
-    )
-    group.add_argument("--temperature", metavar="T", type=float, help="0: the likeliest token each time; 1: as trained")
-    group.add_argument("--top-p", metavar="P", type=float, help="keep the likeliest tokens that together reach P")
-    group.add_argument("--top-k", metavar="K", type=int, help="keep the K likeliest tokens; 0: all")
-    group.add_argument(
-        "--min-p", metavar="P", type=float, help="keep tokens at least P times as likely as the likeliest"
-    )
-    group.add_argument("--seed", metavar="N", type=int, help="equal seeds give equal text; left out: drawn and told")
+    words = f"maximum tokens to generate; left out: {max_tokens}, or fewer if the model's length ends before"
+    group.add_argument("--max-tokens", metavar="N", type=int, help=words)
+    words = "0: always the most probable token; 1: the model's own probabilities"
+    group.add_argument("--temperature", metavar="T", type=float, help=words)
+    words = "keep the most probable tokens whose probabilities add up to P"
+    group.add_argument("--top-p", metavar="P", type=float, help=words)
+    group.add_argument("--top-k", metavar="K", type=int, help="keep the K most probable tokens; 0: all")
+    words = "keep tokens at least P times as probable as the most probable one"
+    group.add_argument("--min-p", metavar="P", type=float, help=words)
+    words = "equal seeds give equal text; left out: a random seed, which is printed"
+    group.add_argument("--seed", metavar="N", type=int, help=words)
     group.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable")
     group.set_defaults(default_max_tokens=max_tokens)
     add_running(parser)

@@ -45,7 +45,7 @@ class ErrorWording:
         """Make an error name the options as the user typed them, and other options by their flags."""
         mentioned = [m["name"] or m["alone"] for m in _MENTION.finditer(error.what)]
         mentioned = [name for name in mentioned if name in self.options]
-        if self.settings and not any(self._given(name) for name in mentioned):
+        if self.settings and not any(self._find_words(name) for name in mentioned):
             return
         what = _ORIGIN.sub("", error.what) if mentioned else error.what  # the flag replaces its mention
         error.what = self._replace_names(what, as_typed=True)
@@ -61,7 +61,7 @@ class ErrorWording:
                 return match[0]
             if match["alone"]:
                 return self._flag(name)
-            return (self._given(name) if as_typed else "") or self._flag_with(name, match["value"])
+            return (self._find_words(name) if as_typed else "") or self._flag_with(name, match["value"])
 
         return _MENTION.sub(named, words)
 
@@ -70,7 +70,7 @@ class ErrorWording:
         known = [x for x in self.options[name].option_strings if x.startswith("--")]
         return next((x for x in known if any(w.partition("=")[0] == x for w in self.typed)), known[0])
 
-    def _given(self, name: str) -> str:
+    def _find_words(self, name: str) -> str:
         """The words by which the user set an option; empty if unset."""
         action, found = self.options[name], []
         for at, word in enumerate(self.typed):

@@ -56,14 +56,16 @@ class Evidence:
             name: the op or feature.
             kernel: full name of a kernel, to count only the cases that name it.
         """
-        proved = max((str(f["level"]) for f in self.files if _passed(f, name, kernel)), key=LEVELS.index, default=NONE)
+        proved = max(
+            (str(f["level"]) for f in self.files if _has_passed(f, name, kernel)), key=LEVELS.index, default=NONE
+        )
         if any(r.get("op") == name for f in self.files for r in f["results"]):
             # An end-to-end run proves its ops one by one, which is L3, whatever else it proves.
             proved = "L3" if proved == "L4" else proved
         return "" if proved == NONE else proved
 
 
-def _passed(file: Mapping[str, Any], name: str, kernel: str) -> bool:
+def _has_passed(file: Mapping[str, Any], name: str, kernel: str) -> bool:
     """Whether a file has passed results for an op or feature, and no failed one."""
     named = re.compile(rf"(?<![\w.:]){re.escape(kernel)}(?![\w.:])")
     rows = [r for r in file.get("results", ()) if (r.get("op") or r.get("feature")) == name]

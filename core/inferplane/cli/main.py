@@ -21,7 +21,7 @@ from inferplane.cli.arguments import PROGRAM, Parser, device_words
 from inferplane.cli.error_wording import ErrorWording
 from inferplane.cli.screen import Screen
 from inferplane.cli.signals import INTERRUPTED, TERMINATED, Terminated
-from inferplane.errors import InferplaneError, UsageError
+from inferplane.errors import CapacityError, InferplaneError, UsageError
 
 VERBS = {
     "generate": "continue a prompt",
@@ -71,6 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         screen.error(error)
         code = WRONG_USAGE if isinstance(error, UsageError) else FAILED
+    except MemoryError:
+        screen.error(CapacityError("This process cannot get more memory.", remedy="raise its limit (`ulimit -v`)"))
+        code = FAILED
     except OSError as error:
         if _is_stdout_error(error):
             _discard_stdout()
@@ -78,13 +81,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             screen.error(InferplaneError(f"Standard output cannot be written: {error.strerror}.", remedy=remedy))
             code = FAILED
         else:
-            code = _crashed(error, screen)
+            code = _report_crash(error, screen)
     except Exception as error:
-        code = _crashed(error, screen)
+        code = _report_crash(error, screen)
     return code
 
 
-def _crashed(error: Exception, screen: Screen) -> int:
+def _report_crash(error: Exception, screen: Screen) -> int:
     """Report an unexpected error: a bug here or in a plugin, so the user needs the traceback."""
     if not screen.json and screen.log is None:
         traceback.print_exception(error)

@@ -8,12 +8,11 @@ that the same command gives the same text. A drawn seed is printed, so that any 
 from __future__ import annotations
 
 import argparse
-import json
 import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inferplane.errors import CapacityError, CheckpointError
+from inferplane.errors import CapacityError, CheckpointError, UsageError, warn
 
 if TYPE_CHECKING:
     from inferplane.engine import SamplingParams
@@ -23,27 +22,32 @@ RECOMMENDED = ("temperature", "top_p", "top_k", "min_p")
 SEED_BITS = 32
 
 
-def recommended_sampling(folder: Path | None) -> dict[str, Any]:
+def read_recommended_sampling(folder: Path | None) -> dict[str, Any]:
     """Sampling options of a folder's generation_config.json; empty without one, or if it says greedy decoding.
 
-    Raises:
-        CheckpointError: the file has the wrong form.
+    Warns about a file that cannot be read, and about options that cannot be meant; they are not used.
     """
+    from inferplane.engine import SamplingParams
+    from inferplane.models.reading.config import read_object
+
     path = folder / FILE if folder is not None else None
     if path is None or not path.exists():
         return {}
     try:
-        entries = json.loads(path.read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}.", remedy="fetch the file again") from error
-    if not isinstance(entries, dict) or not entries.get("do_sample"):
+        entries = read_object(path)
+    except CheckpointError as error:
+        warn(f"{error.what} It is not used.")
         return {}
-    found = {"temperature": 1.0, **{name: entries[name] for name in RECOMMENDED if entries.get(name) is not None}}
-    for name, value in found.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise CheckpointError(
-                f"{path}: {name} is {value!r}, not a number.", remedy=f"pass --{name.replace('_', '-')}"
-            )
+    if not entries.get("do_sample"):
+        return {}
+    found = {"temperature": 1.0}
+    for name in RECOMMENDED:
+        if (value := entries.get(name)) is not None:
+            try:
+                SamplingParams(**{name: value})
+                found[name] = value
+            except UsageError as error:
+                warn(f"{path}: {error.what} It is not used.")
     return found
 
 
@@ -52,11 +56,10 @@ def sampling_params(args: argparse.Namespace, folder: Path | None) -> SamplingPa
 
     Raises:
         UsageError: a value lies outside its range.
-        CheckpointError: generation_config.json is damaged.
     """
     from inferplane.engine import SamplingParams
 
-    chosen: dict[str, Any] = {"temperature": 0.0, **recommended_sampling(folder)}
+    chosen: dict[str, Any] = {"temperature": 0.0, **read_recommended_sampling(folder)}
     chosen.update({name: value for name in RECOMMENDED if (value := getattr(args, name)) is not None})
     seed = args.seed
     if seed is None and chosen["temperature"]:

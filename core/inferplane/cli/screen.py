@@ -90,7 +90,7 @@ class Screen:
         if self.json:
             self._json_line({label: words})
         else:
-            self._labelled([(label, words, style)])
+            self._print_labelled([(label, words, style)])
 
     def warning(self, words: str) -> None:
         """Print a warning on standard error."""
@@ -112,7 +112,7 @@ class Screen:
             return
         parts = [("error", error.what, "bold red"), ("there is", error.there_is, "bold")]
         parts.append(("to do", error.remedy, "bold green"))
-        self._labelled([(label, _tidy(words), style) for label, words, style in parts if words])
+        self._print_labelled([(label, _tidy(words), style) for label, words, style in parts if words])
 
     def crash(self, error: Exception) -> None:
         """Print an unexpected error; its traceback is already printed, or goes into the JSON."""
@@ -128,14 +128,14 @@ class Screen:
             error_data = {"kind": kind, "what": what, "there_is": "", "remedy": remedy, "traceback": trace}
             self._json_line({"error": error_data})
             return
-        self._labelled(
+        self._print_labelled(
             [("error", f"{what} (a bug in Inferplane or in a plugin)", "bold red"), ("to do", remedy, "bold")]
         )
 
     def _json_line(self, data: Mapping[str, Any]) -> None:
         sys.stderr.write(json.dumps(data) + "\n")
 
-    def _labelled(self, lines: list[tuple[str, str, str]]) -> None:
+    def _print_labelled(self, lines: list[tuple[str, str, str]]) -> None:
         from rich.table import Table
         from rich.text import Text
 

@@ -27,5 +27,6 @@ def device(request, subject):
 
 @pytest.fixture
 def measured(record_property):
-    """Records facts about a case for the evidence: `measured(op=..., error=..., tolerance=...)`."""
+    """Records facts about a case for the evidence: `measured(op=..., error=..., tolerance=...)`, and `refused=True`
+    before a case is skipped because the kernel does not accept it."""
     return lambda **facts: record_property(MEASURED, facts)

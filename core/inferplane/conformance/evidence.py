@@ -20,7 +20,7 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True)
-class Result:
+class CaseResult:
     """The result of one case.
 
     Args:
@@ -48,7 +48,7 @@ class Result:
         return {**about, **{name: getattr(self, name) for name in shown}}
 
 
-def level(results: Iterable[Result], *, complete: bool, emulated: bool = False) -> str:
+def level(results: Iterable[CaseResult], *, complete: bool, emulated: bool = False) -> str:
     """Return the highest level that these results prove: "L0", "L2", "L3", "L4", or "none".
 
     L0: the declarations are right. L3: all op and KV cases pass too. L4: all model cases pass too. On an emulator, L3
@@ -92,7 +92,7 @@ class Run:
     emulated: str = ""
 
 
-def write(where: str, subject: Subject, results: list[Result], run: Run) -> Path:
+def write(where: str, subject: Subject, results: list[CaseResult], run: Run) -> Path:
     """Write the file atomically, with the date and the commit of the source tree, and return its path.
 
     If `where` is an existing folder or ends with "/", the file's name has the form l3-2026-11-23.json, with the variant

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from inferplane.conformance.evidence import Result
+    from inferplane.conformance.evidence import CaseResult
     from inferplane.conformance.subject import Subject
     from inferplane.conformance.xfails import Expected
 
@@ -73,13 +73,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes long, or much memory")
     if not hasattr(config.option, "inferplane_device") or config.option.help:
         return
-    if importlib.util.find_spec("hypothesis") is None:
-        raise pytest.UsageError("The conformance suite needs hypothesis. To do: pip install 'inferplane[test]'.")
     from inferplane.conformance import xfails
     from inferplane.conformance.subject import Subject
-    from inferplane.errors import InferplaneError
+    from inferplane.errors import InferplaneError, install_hint
     from inferplane.plugins import host
 
+    if importlib.util.find_spec("hypothesis") is None:
+        raise pytest.UsageError(f"The conformance suite needs hypothesis. To do: {install_hint('test')}.")
     try:
         device = config.option.inferplane_device
         if device is None:
@@ -91,7 +91,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[EXPECTED] = xfails.read(path) if path else []
     except InferplaneError as error:
         raise pytest.UsageError(str(error)) from error
-    config.pluginmanager.register(_Recorder(config, subject, path), "inferplane-conformance-recorder")
+    config.pluginmanager.register(_ResultCollector(config, subject, path), "inferplane-conformance-recorder")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -165,13 +165,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
     return report
 
 
-class _Recorder:
+class _ResultCollector:
     """Collects the result of each case and reports all at the end, in a run with workers only on their controller."""
 
     def __init__(self, config: pytest.Config, subject: Subject, xfails: Path | None) -> None:
         self.config, self.subject, self.xfails = config, subject, xfails
         self.worker = hasattr(config, "workerinput")
-        self.results: dict[str, Result] = {}
+        self.results: dict[str, CaseResult] = {}
         self.hardware = self.emulated = ""
 
     def pytest_report_header(self) -> list[str]:
@@ -181,17 +181,19 @@ class _Recorder:
         return [*lines, f"expected failures: {self.xfails}"] if self.xfails else lines
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        from inferplane.conformance.evidence import Result
+        from inferplane.conformance.evidence import CaseResult
 
         properties = dict(report.user_properties)
         case = properties.get(CASE)
         if not isinstance(case, str) or (report.passed and report.when != "call"):
             return
-        status, detail = _status(report)
-        measured = properties.get(MEASURED)
-        facts: dict[str, Any] = dict(measured) if isinstance(measured, dict) else {}
+        facts: dict[str, Any] = {}
+        for name, measured in report.user_properties:
+            if name == MEASURED and isinstance(measured, dict):
+                facts.update(measured)
+        status, detail = _status(report, refused=bool(facts.get("refused")))
         error = facts.get("error")
-        self.results[case] = Result(
+        self.results[case] = CaseResult(
             group=case.partition("/")[0],
             case=case,
             status=status,
@@ -246,15 +248,14 @@ class _Recorder:
             terminalreporter.line(f"evidence: {written}")
 
 
-def _status(report: pytest.TestReport) -> tuple[str, str]:
-    """The status of a case, and the reason if it did not pass."""
+def _status(report: pytest.TestReport, *, refused: bool) -> tuple[str, str]:
+    """The status of a case, and the reason if it did not pass; `refused`: the kernel does not accept the case."""
     if hasattr(report, "wasxfail") and report.skipped:
         return "xfailed", str(report.wasxfail).removeprefix("reason: ")
     if report.passed:
         return "passed", ""
     if report.skipped:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        reason = reason.removeprefix("Skipped: ")
-        return ("refused" if reason.startswith("refused") else "not run"), reason
+        return ("refused" if refused else "not run"), reason.removeprefix("Skipped: ")
     words = [line for line in str(report.longrepr).splitlines() if line.strip()]
     return "failed", words[0] if words else ""

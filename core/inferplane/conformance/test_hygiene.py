@@ -22,6 +22,9 @@ from inferplane.ops import OPS, Draw, Sample
 from inferplane.types import Kernel, Packing, QTensor, Weight
 
 PROBE_LIMIT_S = 0.5
+"""Of elapsed time, without the time in which the process waited for a core; the fastest of `PROBE_RUNS` runs counts, so
+that a busy machine fails no good probe."""
+PROBE_RUNS = 3
 SCHEMAS = Path(__file__).resolve().parents[3] / "docs" / "schemas"
 
 
@@ -110,15 +113,15 @@ def test_packings_with_equal_names_are_equal(subject):
         values = [Draw(0, torch.float32).weight(w) for w in weights.get(name, ())]
         for value in [v for v in values if isinstance(v, torch.Tensor)][:8]:
             before = value.clone()
-            packed = [(words, _packed(packing, value)) for words, packing in users]
-            packed.append((f"{users[0][0]}, packed again", _packed(users[0][1], value)))
+            packed = [(words, _try_packing(packing, value)) for words, packing in users]
+            packed.append((f"{users[0][0]}, packed again", _try_packing(users[0][1], value)))
             assert torch.equal(value, before), f"packing {name!r} of {users[0][0]} changes its input"
             for words, other in packed[1:]:
                 same = _equal(packed[0][1], other)
                 assert same, f"packing {name!r} of {words} differs from that of {packed[0][0]} on {list(value.shape)}"
 
 
-def _packed(packing: Packing, value: torch.Tensor) -> Any:
+def _try_packing(packing: Packing, value: torch.Tensor) -> Any:
     try:
         return packing.fn(value)
     except Exception as error:  # a packing may refuse this sample's weights; packings of one name must then agree
@@ -168,11 +171,19 @@ def state():
     tasks = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else threading.active_count()
     return {"environment": dict(os.environ), "folder": os.getcwd(), "threads": tasks, "path": list(sys.path)}
 
+def now():
+    # seconds, without those of waiting for a core where the kernel counts them
+    try:
+        with open("/proc/self/schedstat") as file:
+            return time.perf_counter() - int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return time.perf_counter()
+
 name = sys.argv[1]
 h = host()
-modules, before, start = set(sys.modules), state(), time.perf_counter()
+modules, before, start = set(sys.modules), state(), now()
 backend = h.backend_for_explain(name)  # imports its module, probes it, makes it; no other device is probed
-taken = time.perf_counter() - start
+taken = now() - start
 first, second, after = backend.probe(), backend.probe(), state()
 backend.kernels()
 tops = {m.partition(".")[0] for m in set(sys.modules) - modules}
@@ -188,15 +199,26 @@ print("REPORT " + json.dumps({
 
 def test_probe_is_cheap_and_harmless(subject):
     """The probe reads metadata only: it is fast, repeatable, and leaves no variable, thread or vendor package."""
-    command = [sys.executable, "-c", _PROBE, subject.name]
+    seconds: list[float] = []
+    while not seconds or (min(seconds) >= PROBE_LIMIT_S and len(seconds) < PROBE_RUNS):
+        report = _probe_report(subject.name)
+        assert report["same"], "two probes gave different answers"
+        assert not report["changed"], f"probing changes the process: {', '.join(report['changed'])}"
+        assert not report["imported"], f"probing and listing kernels imports {', '.join(report['imported'])}"
+        seconds.append(report["seconds"])
+    assert min(seconds) < PROBE_LIMIT_S, (
+        f"probing took {min(seconds):.2f} s, the fastest of {len(seconds)} runs, without waiting for a core; "
+        f"{PROBE_LIMIT_S} s are allowed"
+    )
+
+
+def _probe_report(device: str) -> dict[str, Any]:
+    """What probing a device does to a process of its own."""
+    command = [sys.executable, "-c", _PROBE, device]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     reports = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]
     assert reports, f"the process that probes ended with {done.returncode}:\n{done.stderr[-2000:]}"
-    report = json.loads(reports[-1].removeprefix("REPORT "))
-    assert report["same"], "two probes gave different answers"
-    assert not report["changed"], f"probing changes the process: {', '.join(report['changed'])}"
-    assert not report["imported"], f"probing and listing kernels imports {', '.join(report['imported'])}"
-    assert report["seconds"] < PROBE_LIMIT_S, f"probing took {report['seconds']:.2f} s; {PROBE_LIMIT_S} s are allowed"
+    return dict(json.loads(reports[-1].removeprefix("REPORT ")))
 
 
 # -- the list of expected failures

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from inferplane.binding.check import stored_error
+from inferplane.binding.check import round_trip_error
 from inferplane.conformance.plugin import SUBJECT
 from inferplane.conformance.subject import Subject
 from inferplane.ops.oracle import to_host
@@ -50,16 +50,16 @@ SETTINGS = settings(
 
 
 @dataclass(frozen=True)
-class Case:
+class LayoutCase:
     request: KVRequest
     layout: KVLayout
     dtype: torch.dtype
     id: str
 
 
-def cases(subject: Subject) -> list[Case]:
+def cases(subject: Subject) -> list[LayoutCase]:
     return [
-        Case(request, layout, dtype, f"{layout.name}/{label}/{name}")
+        LayoutCase(request, layout, dtype, f"{layout.name}/{label}/{name}")
         for name, dtype in subject.dtypes.items()
         for label, request in REQUESTS.items()
         for layout in subject.layouts(request, dtype)
@@ -78,7 +78,7 @@ class KVMachine(RuleBasedStateMachine):
     `KVRequest.entry_shapes`. `machine` makes a subclass with the case and the device.
     """
 
-    case: Case
+    case: LayoutCase
     device: str
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class KVMachine(RuleBasedStateMachine):
 
     def check_rounding(self, slot: int, written: torch.Tensor, stored: torch.Tensor) -> None:
         assert torch.isfinite(stored).all(), f"slot {slot} holds NaN or infinity after it was written"
-        share = stored_error(self.case.layout, self.case.dtype)
+        share = round_trip_error(self.case.layout, self.case.dtype)
         error, allowed = (written - stored).abs().max().item(), share * written.abs().max().item()
         assert error <= allowed, f"slot {slot}: written and read differ by {error:.3g}, allowed {allowed:.3g}"
 
@@ -205,7 +205,7 @@ class KVMachine(RuleBasedStateMachine):
             self.check_same(found, model, "slot", "changed without a write to it")
 
 
-def machine(case: Case, device: str) -> type[KVMachine]:
+def machine(case: LayoutCase, device: str) -> type[KVMachine]:
     """The machine of one layout on a torch device, as a class that hypothesis makes instances of."""
     return type("Machine", (KVMachine,), {"case": case, "device": device})
 
@@ -224,7 +224,7 @@ def test_is_what_it_declares(case, device):
     one, two = (_bytes(kv.export(torch.arange(n).to(device.backend.torch_device_indexed))) for n in (1, 2))
     assert one <= declared, f"a block is exported as {one} bytes, but bytes_per_block declares {declared}"
     assert two == 2 * one, f"one block is exported as {one} bytes, two as {two}"
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(vars(kv))}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(dict(vars(kv)))}
     taken = sum(storages.values())
     assert taken <= (BLOCKS + 1) * declared, (
         f"{BLOCKS} blocks take {taken} bytes, but each is declared to take {declared}"

@@ -28,7 +28,7 @@ LAST_COUNTS, LAST_LOGITS = (3, 1, 3), (1, 1, 2)
 
 
 @dataclass(frozen=True)
-class Case:
+class ModelCase:
     config: dict[str, Any]
     dtype: str
     schedule: str
@@ -38,15 +38,15 @@ class Case:
 def pytest_generate_tests(metafunc):
     dtypes = metafunc.config.stash[SUBJECT].dtypes
     if metafunc.function is test_tiny_model:
-        made = [Case(c, d, s, f"{m}/{d}/{s}") for m, c in TINY.items() for d in dtypes for s in stepping.SCHEDULES]
+        made = [ModelCase(c, d, s, f"{m}/{d}/{s}") for m, c in TINY.items() for d in dtypes for s in stepping.SCHEDULES]
     else:
         dtype = "bfloat16" if "bfloat16" in dtypes else next(iter(dtypes))
         some = SLICES if metafunc.function is test_two_layers_at_true_sizes else TINY
-        made = [Case(c, dtype, "", f"{m}/{dtype}") for m, c in some.items()]
+        made = [ModelCase(c, dtype, "", f"{m}/{dtype}") for m, c in some.items()]
     metafunc.parametrize("case", made, ids=lambda c: c.id)
 
 
-def bind_twice(case: Case, device: Subject, lengths: tuple[int, ...], *, steady_routes: bool) -> tuple[Any, ...]:
+def bind_twice(case: ModelCase, device: Subject, lengths: tuple[int, ...], *, steady_routes: bool) -> tuple[Any, ...]:
     """The model on references and on the device, with the same weights, and random prompts of these lengths."""
     tree, dtype = model(case.config), DTYPES[case.dtype]
     weights = stepping.draw_weights(tree, dtype, steady_routes=steady_routes)
@@ -70,8 +70,8 @@ def test_results_of_a_step(case, device, measured):
         stepping.run(one, prompts, stepping.SCHEDULES["whole_prompt"])
     logits, hidden = stepping.last_step(reference, prompts, LAST_COUNTS, (None, None, None))
     some, states = stepping.last_step(bound, prompts, LAST_COUNTS, LAST_LOGITS)
-    ends = accumulate(LAST_COUNTS)
-    rows = [row for end, count in zip(ends, LAST_LOGITS, strict=True) for row in range(end - count, end)]
+    last_rows = accumulate(LAST_COUNTS)
+    rows = [row for end, count in zip(last_rows, LAST_LOGITS, strict=True) for row in range(end - count, end)]
     compare(case, bound, [some, states], [logits[rows], hidden], measured)
 
 
@@ -89,7 +89,9 @@ def draw_prompts(lengths: tuple[int, ...], vocab: int) -> list[list[int]]:
     return [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in lengths]
 
 
-def compare(case: Case, bound: stepping.Bound, got: list[torch.Tensor], want: list[torch.Tensor], measured) -> None:
+def compare(
+    case: ModelCase, bound: stepping.Bound, got: list[torch.Tensor], want: list[torch.Tensor], measured
+) -> None:
     tolerance = CausalLM.tolerance[DTYPES[case.dtype]]
     worst, where = 0.0, ""
     for i, (g, w) in enumerate(zip(got, want, strict=True)):

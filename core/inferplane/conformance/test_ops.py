@@ -25,7 +25,7 @@ RUNS = ((1, False), (2, True))
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """A kernel with a sample, a dtype and a layout (None if the op has no cache)."""
 
     kernel: Kernel
@@ -39,12 +39,12 @@ class Case:
         return "/".join(parts if self.layout is None else [*parts, self.layout])
 
 
-def cases(subject: Subject) -> list[Case]:
+def cases(subject: Subject) -> list[KernelCase]:
     out = []
     for kernel in subject.kernels:
         for sample in OPS[kernel.op].samples() if kernel.op in OPS else ():
             for name, dtype in subject.dtypes.items():
-                out += [Case(kernel, sample, name, layout) for layout in layout_names(subject, sample.op, dtype)]
+                out += [KernelCase(kernel, sample, name, layout) for layout in layout_names(subject, sample.op, dtype)]
     return out
 
 
@@ -69,6 +69,7 @@ def test_kernel(case, device, measured):
     for seed, padded in RUNS:
         outcome = run_case(case.kernel, case.sample, bench, seed=seed, padded=padded)
         if not outcome.served:
+            measured(refused=True)
             pytest.skip(f"refused: {case.kernel.name} does not accept it: {outcome.detail}")
         if worst is None or outcome.error > worst.error:
             worst = outcome
@@ -83,6 +84,7 @@ def test_some_sample_is_served(kernel, device, measured):
     assert kernel.op in OPS, f"there is no op {kernel.op!r}; there are {', '.join(sorted(OPS))}"
     samples = OPS[kernel.op].samples()
     if not samples:
+        measured(refused=True)
         pytest.skip(f"refused: op {kernel.op} has no samples; its kernels are judged by the model cases")
     reasons: dict[str, None] = {}
     # If only features of another series of the device are missing, the kernel is tested on that series.
@@ -101,6 +103,7 @@ def test_some_sample_is_served(kernel, device, measured):
                 other = replace(ctx, features=with_features)
                 fits_another_series |= not kernel.refusals(sample.op, other, sample.op.formats())
     if fits_another_series:
+        measured(refused=True)
         pytest.skip(f"refused: {'; '.join(device.features.lacking(kernel.when.features))}")
     listed = "\n".join(f"  {reason}" for reason in reasons)
     pytest.fail(
@@ -110,7 +113,7 @@ def test_some_sample_is_served(kernel, device, measured):
     )
 
 
-def failure_report(case: Case, subject: Subject, outcome: Outcome, seed: int, padded: bool) -> str:
+def failure_report(case: KernelCase, subject: Subject, outcome: Outcome, seed: int, padded: bool) -> str:
     """A failure in words for the kernel's author: the op, the arguments, the error."""
     op = case.sample.op
     facts = {

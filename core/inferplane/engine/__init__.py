@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from inferplane.renamed import warn_of_old_name
+
 if TYPE_CHECKING:
     from inferplane.engine.clients.async_llm import AsyncLLM as AsyncLLM
     from inferplane.engine.clients.llm import LLM as LLM
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from inferplane.engine.runner.model_files import ModelFiles as ModelFiles
     from inferplane.engine.runner.model_runner import Runner as Runner
     from inferplane.engine.runner.options import RunnerOptions as RunnerOptions
-    from inferplane.engine.runner.planned_model import captured_steps as captured_steps
+    from inferplane.engine.runner.planned_model import describe_captured_steps as describe_captured_steps
     from inferplane.engine.speculate import SpeculativeConfig as SpeculativeConfig
     from inferplane.errors import InferplaneWarning as InferplaneWarning
 
@@ -34,14 +36,18 @@ _WHERE = {
     "SamplingParams": "inferplane.engine.request.params",
     "SpeculativeConfig": "inferplane.engine.speculate",
     "Timings": "inferplane.engine.request.results",
-    "captured_steps": "inferplane.engine.runner.planned_model",
+    "describe_captured_steps": "inferplane.engine.runner.planned_model",
 }
 
+_RENAMED = {"recorded_steps": "describe_captured_steps"}
 
 __all__ = sorted(_WHERE)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        warn_of_old_name(f"{__name__}.{name}", _RENAMED[name])
+        name = _RENAMED[name]
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_WHERE[name]), name)

@@ -11,12 +11,15 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from inferplane.plugin import Accelerator, Batch
+from inferplane.renamed import old_attributes, old_names, old_names_of_module, warn_of_old_name
 
 WARM_UPS = 2
 """Runs before the capture: the first loads or compiles kernels and creates libraries' handles, the second allocates
 memory as every later run does."""
 
 
+@old_attributes({"record": "capture"})
+@old_names({"kind": "graph_class"})
 class GraphCapturer:
     """Captures steps on one device. Its graphs share a memory pool: they never run at once, and core copies results
     that it keeps.
@@ -82,6 +85,12 @@ class CapturingAccelerator(Accelerator):
     graph_class: ClassVar[str]
     """(required) Name of the class of graphs in the device's torch module ("CUDAGraph")."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if isinstance(old := vars(cls).get("graph"), str) and "graph_class" not in vars(cls):
+            warn_of_old_name(f"{cls.__name__}.graph", "graph_class")
+            cls.graph_class = old
+
     def __init__(self, index: int = 0) -> None:
         super().__init__(index)
         self._capturer = GraphCapturer(self.graph_class)
@@ -89,3 +98,9 @@ class CapturingAccelerator(Accelerator):
     def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> CapturedGraph | None:
         """Capture `step(bucket)` as `GraphCapturer.capture` does; None where the runtime has no graphs."""
         return self._capturer.capture(self.runtime(), step, bucket)
+
+
+__getattr__ = old_names_of_module(
+    __name__,
+    {"Graphs": "GraphCapturer", "Graph": "CapturedGraph", "RecordingAccelerator": "CapturingAccelerator"},
+)

@@ -8,7 +8,7 @@ from glob import glob
 
 import torch
 
-from inferplane.plugin import Presence, Probe, installed, version_of
+from inferplane.plugin import Presence, Probe, is_installed, version_of
 
 
 def probe_package(
@@ -36,7 +36,7 @@ def probe_package(
     """
     versions = {"torch": str(torch.__version__)}
     found, (one, noun) = len(glob(nodes)), device
-    if not installed(module):
+    if not is_installed(module):
         seen = f"; {one} is there" if found else f", and no {noun} is visible"
         return Probe(Presence.ABSENT, f"{module} is not installed{seen}", install, versions)
     version = version_of(distribution)

@@ -1,7 +1,21 @@
-"""Core's own KV cache layouts, and the allocator of their blocks."""
+"""Core's own KV cache layouts, the allocator of their blocks, and how layers share them."""
 
 from inferplane.kvcache.allocator import BlockAllocator, block_hashes, root_hash
 from inferplane.kvcache.blocked import BlockedKV
 from inferplane.kvcache.paged import KV_DTYPES, PagedKV, paged_layout
+from inferplane.kvcache.tables import TablePlan, blocks_held, deal_layers, single_table, widest_window
 
-__all__ = ["KV_DTYPES", "BlockAllocator", "BlockedKV", "PagedKV", "block_hashes", "paged_layout", "root_hash"]
+__all__ = [
+    "KV_DTYPES",
+    "BlockAllocator",
+    "BlockedKV",
+    "PagedKV",
+    "TablePlan",
+    "block_hashes",
+    "blocks_held",
+    "deal_layers",
+    "paged_layout",
+    "root_hash",
+    "single_table",
+    "widest_window",
+]

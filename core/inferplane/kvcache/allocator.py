@@ -146,17 +146,25 @@ class BlockAllocator:
             self._by_hash[content] = block
             self._hash_of[block] = content
 
+    def acquire(self, contents: Sequence[bytes]) -> list[int]:
+        """Return the blocks with these known contents and add one user to each."""
+        blocks = [self._by_hash[content] for content in contents]
+        for block in blocks:
+            self._cached.pop(block, None)
+            self._users[block] = self._users.get(block, 0) + 1
+        return blocks
+
     def acquire_prefix(self, contents: Sequence[bytes]) -> list[int]:
         """Return the blocks of the longest known prefix and add one user to each.
 
         Args:
             contents: hashes of a sequence's full blocks, in order.
         """
-        blocks = [self._by_hash[content] for content in contents[: self.count_prefix(contents)]]
-        for block in blocks:
-            self._cached.pop(block, None)
-            self._users[block] = self._users.get(block, 0) + 1
-        return blocks
+        return self.acquire(contents[: self.count_prefix(contents)])
+
+    def knows(self, content: bytes) -> bool:
+        """Whether a block holds this content."""
+        return content in self._by_hash
 
     def count_prefix(self, contents: Sequence[bytes]) -> int:
         """Number of blocks that `acquire_prefix` would return."""

@@ -17,6 +17,7 @@ import torch
 from inferplane.errors import UsageError
 from inferplane.kvcache.blocked import BlockedKV
 from inferplane.types import HOST, KVLayout, KVRequest, LayerKV
+from inferplane.types.qtensor import round_entries, scales
 
 
 class KVDtype(NamedTuple):
@@ -55,7 +56,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
-def _grouped_shapes(request: KVRequest) -> list[tuple[int, int]]:
+def _group_shapes(request: KVRequest) -> list[tuple[int, int]]:
     """`(groups, size)` of a token's row in each tensor; a group has one scale if the cache is quantized."""
     shapes = []
     for *heads, dim in request.entry_shapes:
@@ -97,12 +98,12 @@ class PagedKV(BlockedKV):
         self.request, self.blocks, self.block_tokens, self.layout = request, blocks, block_tokens, layout
         self.dtype, self.spec = dtype, KV_DTYPES[kv_dtype]
         slots = blocks * block_tokens + 1
-        shapes, stored_dtype = _grouped_shapes(request), self.spec.dtype or dtype
+        shapes, stored_dtype = _group_shapes(request), self.spec.dtype or dtype
         self.entries = [zeros((slots, *shape), stored_dtype, device) for shape in shapes]
         scaled = shapes if self.spec.limit else ()
         self.scales = [zeros((slots, groups), torch.float32, device) for groups, _ in scaled]
 
-    def blocked(self) -> tuple[torch.Tensor, ...]:
+    def view_blocks(self) -> tuple[torch.Tensor, ...]:
         """Views `[blocks, block_tokens, heads, dim]` of the entries, for kernels that know this layout."""
         return tuple(t[:-1].unflatten(0, (self.blocks, self.block_tokens)) for t in self.entries)
 
@@ -113,13 +114,8 @@ class PagedKV(BlockedKV):
             if not self.scales:
                 entry[slots] = v.to(entry.dtype)
                 continue
-            amax = v.float().abs().amax(-1)
-            scale = amax / self.spec.limit
-            if self.power_of_two:
-                scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
-            scale = torch.where(scale == 0, 1.0, scale)  # all zeros, or an amax too small to divide by
-            scaled = v.float() / scale[..., None]
-            entry[slots] = (scaled.round() if entry.dtype == torch.int8 else scaled).to(entry.dtype)
+            scale = scales(v.float().abs().amax(-1), self.spec.limit, self.power_of_two)
+            entry[slots] = round_entries(v.float() / scale[..., None], entry.dtype, self.spec.limit)
             self.scales[i][slots] = scale
 
     def read(self, table: torch.Tensor, tokens: int) -> tuple[torch.Tensor, ...]:
@@ -135,15 +131,15 @@ class PagedKV(BlockedKV):
             out.append(v)
         return tuple(v.view(len(v), *shape) for v, shape in zip(out, self.request.entry_shapes, strict=True))
 
-    def stored(self) -> tuple[torch.Tensor, ...]:
-        """See `BlockedKV.stored`; entries first, then scales, each `[blocks, block_tokens, ...]`."""
+    def list_tensors(self) -> tuple[torch.Tensor, ...]:
+        """See `BlockedKV.list_tensors`; entries first, then scales, each `[blocks, block_tokens, ...]`."""
         n = (self.blocks, self.block_tokens)
         return tuple(t[:-1].unflatten(0, n) for t in (*self.entries, *self.scales))
 
 
 def latents(kv: LayerKV) -> torch.Tensor:
     """Return a view `[blocks, block_tokens, latent + rotated]` of an unquantized latent cache in core's layout."""
-    return cast(PagedKV, kv).blocked()[0].flatten(2)
+    return cast(PagedKV, kv).view_blocks()[0].flatten(2)
 
 
 def paged_layout(
@@ -175,7 +171,7 @@ def paged_layout(
     def bytes_per_block(request: KVRequest, dtype: torch.dtype) -> int:
         spec = KV_DTYPES[kv_dtype]
         size = (spec.dtype or dtype).itemsize
-        scales = sum(4 * groups for groups, _ in _grouped_shapes(request)) if spec.limit else 0
+        scales = sum(4 * groups for groups, _ in _group_shapes(request)) if spec.limit else 0
         return block_tokens * (request.entries * size + scales)
 
     error = KV_DTYPES[kv_dtype].error * (2 if power_of_two else 1)

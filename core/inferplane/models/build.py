@@ -12,10 +12,30 @@ import torch
 from inferplane.errors import CheckpointError, UnsupportedModelError
 from inferplane.models.reading.config import Config
 from inferplane.models.rope import rope_table
-from inferplane.ops import AddRMSNorm, AllGather, AllReduce, Embedding, GatedMLP, Linear, LMHead, RMSNorm
+from inferplane.ops import (
+    ActivationMul,
+    AddRMSNorm,
+    AllGather,
+    AllReduce,
+    Embedding,
+    GatedMLP,
+    LayerNorm,
+    Linear,
+    LMHead,
+    RMSNorm,
+    SiluMul,
+    WidthRMSNorm,
+)
 from inferplane.types import PLAIN, WHOLE, ActivationQuant, Placement, Shard, Weight
 
 HEAD = "lm_head"
+ACTIVATION_NAMES: Mapping[str, tuple[str, ...]] = {
+    "silu": ("silu",),
+    "gelu": ("gelu",),
+    "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"),
+    "relu2": ("relu2",),
+}
+"""Names of activations, and what configs call them."""
 FormatOf = Callable[[str], str]
 """From the name of a checkpoint tensor to its weight format."""
 
@@ -156,6 +176,40 @@ class Build:
             eps = self.config.number("rms_norm_eps", 1e-6)
         return RMSNorm(Weight((f"{name}.weight",), (width,)), eps)
 
+    def offset_rms_norm(self, name: str, width: int) -> RMSNorm:
+        """Declare an RMS norm whose weight is stored without its 1."""
+        return replace(self.rms_norm(name, width), offset=1.0)
+
+    def layer_norm(self, name: str, width: int, entry: str = "layer_norm_eps", *, bias: bool = False) -> LayerNorm:
+        """Declare a layer norm; `entry` is the config's entry with its epsilon, `bias` whether it has a bias."""
+        bias_weight = Weight((f"{name}.bias",), (width,)) if bias else None
+        return LayerNorm(Weight((f"{name}.weight",), (width,)), self.config.number(entry), bias_weight)
+
+    def head_norm(self, name: str, heads: int, dim: int, shard: Shard) -> LayerNorm:
+        """Declare a layer norm of each of this rank's heads; `shard` is their slice of the weight."""
+        weight = Weight((f"{name}.weight",), (heads, dim), shard=WHOLE if self.placement.tp_size == 1 else shard)
+        return LayerNorm(weight, self.config.number("layer_norm_eps"))
+
+    def width_norm(self, name: str, dim: int, heads: int, shard: Shard) -> WidthRMSNorm:
+        """Declare an RMS norm over all heads together.
+
+        Args:
+            name: of the norm.
+            dim: entries of a head.
+            heads: number of heads over all ranks; `shard` is this rank's slice.
+
+        Raises:
+            UnsupportedModelError: there are more ranks than heads, so that some would count twice.
+        """
+        ranks = self.placement.tp_size
+        if heads % ranks:
+            raise UnsupportedModelError(
+                f"{self.config.name}: norms over {heads} heads on {ranks} ranks.",
+                there_is="numbers of ranks that divide the number of heads",
+            )
+        weight = Weight((f"{name}.weight",), (heads // ranks * dim,), shard=WHOLE if ranks == 1 else shard)
+        return WidthRMSNorm(weight, self.config.number("rms_norm_eps", 1e-6), heads * dim, self.reduce())
+
     def add_rms_norm(self, name: str, width: int) -> AddRMSNorm:
         """Declare an RMS norm that first adds the residual."""
         return AddRMSNorm(self.rms_norm(name, width))
@@ -164,19 +218,37 @@ class Build:
         """The op that sums the results of a linear layer with divided inputs over the ranks; None on one rank."""
         return AllReduce(self.placement.tp_size) if self.placement.tp_size > 1 else None
 
-    def mlp(self, name: str, inner: int, width: int, entry: str = "intermediate_size") -> GatedMLP:
+    def mlp(
+        self,
+        name: str,
+        inner: int,
+        width: int,
+        entry: str = "intermediate_size",
+        *,
+        bias: bool = False,
+        act: str = "silu",
+        fused: bool = False,
+    ) -> GatedMLP:
         """Declare a gated MLP of `gate_proj`, `up_proj` and `down_proj`.
 
-        `inner` is the inner size over all ranks; `entry` is its config entry, for errors.
+        Args:
+            name: of the MLP.
+            inner: its inner size over all ranks; `entry` is the config's entry for it, for errors.
+            width: size of inputs and outputs.
+            bias: whether all three have biases.
+            act: the activation, a name of `ops.activation.ACTIVATIONS`.
+            fused: whether gate and up are stored as one, `gate_up_proj`, which one rank can read.
 
         Raises:
-            UnsupportedModelError: the config names another activation than SiLU.
+            UnsupportedModelError: the config names another activation than `act`.
         """
-        self.config.refuse(hidden_act=("silu",))
+        self.config.refuse(hidden_act=ACTIVATION_NAMES[act])
         mine = self.local_size(entry, inner)
+        parts = [f"{name}.gate_up_proj"] if fused else [f"{name}.gate_proj", f"{name}.up_proj"]
         return GatedMLP(
-            gate_up=self.linear(f"{name}.gate_proj", f"{name}.up_proj", rows=2 * mine, columns=width, axis=0),
-            down=self.linear(f"{name}.down_proj", rows=width, columns=mine, axis=1),
+            gate_up=self.linear(*parts, rows=2 * mine, columns=width, axis=0, bias=bias),
+            down=self.linear(f"{name}.down_proj", rows=width, columns=mine, axis=1, bias=bias),
+            act=SiluMul() if act == "silu" else ActivationMul(act),
             reduce=self.reduce(),
         )
 

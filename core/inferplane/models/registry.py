@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from inferplane.errors import PluginError, UnsupportedModelError
+from inferplane.errors import PluginError, UnsupportedModelError, in_words
 from inferplane.models.build import Build
+from inferplane.models.reading.normalize import EXPERT_NAMES, SPELLINGS, ExpertNames, Spelling
 from inferplane.ops import CausalLM
 
 Constructor = Callable[[Build], CausalLM]
@@ -16,11 +18,29 @@ ARCHITECTURES: dict[str, Constructor] = {}
 """The constructors in core by architecture; the decorator `architecture` fills it, plugins register more."""
 
 
-def architecture(name: str) -> Callable[[Constructor], Constructor]:
-    """Register the decorated function as the constructor of an architecture, by its name in config.json."""
+def architecture(
+    name: str,
+    model_type: str,
+    defaults: Mapping[str, Any],
+    aliases: Mapping[str, str] | None = None,
+    expert_names: ExpertNames = EXPERT_NAMES,
+    other_types: tuple[str, ...] = (),
+    is_fused: bool = False,
+    stacks_experts: bool = False,
+) -> Callable[[Constructor], Constructor]:
+    """Register the decorated function as the constructor of an architecture, by its name in config.json.
+
+    Args:
+        name: the architecture's.
+        model_type, defaults, aliases, expert_names, other_types, is_fused, stacks_experts: how its configs and
+            checkpoints are written (`Spelling`).
+    """
 
     def mark(make: Constructor) -> Constructor:
         ARCHITECTURES[name] = make
+        SPELLINGS[name] = Spelling(
+            model_type, defaults, aliases or {}, expert_names, other_types, is_fused, stacks_experts
+        )
         return make
 
     return mark
@@ -30,17 +50,18 @@ def constructor(architecture: str, plugins: Mapping[str, Any] | None = None) -> 
     """Find the constructor of an architecture, in core or in a plugin.
 
     Raises:
-        UnsupportedModelError: there is none; the message lists the architectures that have one.
+        UnsupportedModelError: there is none; the message names the nearest, and all architectures that have one.
         PluginError: the constructor cannot be imported.
     """
     known = {**(plugins or {}), **ARCHITECTURES}
     target = known.get(architecture)
     if target is None:
+        close = difflib.get_close_matches(architecture, known, 1, 0)
+        nearest = f" The nearest name that is known is {close[0]!r}." if close else ""
         raise UnsupportedModelError(
-            f"Architecture {architecture!r} is not known.",
+            f"Architecture {architecture!r} is not known: no model family has its arithmetic.{nearest}",
             there_is=", ".join(sorted(known)),
-            remedy="add a file with its constructor to inferplane/models/families, or register one from a plugin: "
-            "docs/adding-a-model.md",
+            remedy="load a model of one of these, or install a plugin that registers it (docs/adding-a-model.md)",
         )
     return resolve(target)
 
@@ -63,6 +84,6 @@ def resolve(target: Any) -> Any:
         return getattr(importlib.import_module(module), name)
     except Exception as error:
         raise PluginError(
-            f"{target!r} cannot be imported ({type(error).__name__}: {error}).",
+            f"{target!r} cannot be imported ({in_words(error)}).",
             remedy="repair the plugin that registered it, or exclude it with INFERPLANE_PLUGINS",
         ) from error

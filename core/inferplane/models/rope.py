@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from inferplane.errors import CheckpointError, UnsupportedModelError
+from inferplane.errors import CheckpointError, UnsupportedModelError, warn
 from inferplane.models.reading.config import is_number
 from inferplane.types import Weight
 
-TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 _NEEDED = {
     "default": (),
@@ -19,6 +19,7 @@ _NEEDED = {
     "dynamic": ("factor", "max_position_embeddings"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor",),
+    "longrope": ("factor", "original_max_position_embeddings"),
 }
 """Entries that a type requires besides `rope_theta`; each is a number above 0."""
 
@@ -39,27 +40,38 @@ def rope_table(rope: dict[str, Any], dim: int, positions: int) -> Weight:
         positions: number of positions in the table.
 
     Raises:
-        UnsupportedModelError: the type is not implemented, or only a part of each head is rotated.
+        UnsupportedModelError: the type is not implemented, or scales the rotation of a part of each head.
         CheckpointError: an entry that the type requires is missing or out of range, or `dim` is odd.
+
+    Warns about a `partial_rotary_factor` without scaling, which these families ignore in transformers too, and about
+    "longrope" beyond the original context (docs/decisions/0008).
     """
     kind = rope["rope_type"]
     if kind not in TYPES:
         raise UnsupportedModelError(
             f"Rotary scaling of type {kind!r} is not implemented.",
             there_is=", ".join(TYPES),
-            remedy="add it in inferplane/models/rope.py",
+            remedy="load a checkpoint with one of these",
         )
-
-    if rope.get("partial_rotary_factor", 1) != 1:
+    share = rope.get("partial_rotary_factor", 1)
+    if share != 1 and kind != "default":
         raise UnsupportedModelError(
-            f"Rotary positions on a share of a head (partial_rotary_factor = {rope['partial_rotary_factor']}) are not "
-            "implemented.",
-            remedy="add them in inferplane/models/rope.py",
+            f"Rotary scaling of type {kind!r} on a share of a head (partial_rotary_factor = {share!r}) is not "
+            "implemented; transformers cannot run it in this family either.",
+            there_is="scaling for whole heads",
+            remedy="remove partial_rotary_factor from the config if the model rotates whole heads",
         )
+    if share != 1:
+        warn(f"partial_rotary_factor = {share!r} is not applied: this family rotates whole heads, as in transformers.")
     _check_settings(rope, dim)
+    if kind == "longrope" and positions > (context := rope["original_max_position_embeddings"]):
+        warn(
+            f"Rotary scaling of type 'longrope': all sequences use the factors for more than {context} tokens, because "
+            f"the model is to run with up to {positions}. For shorter sequences alone pass max_model_len={context}."
+        )
 
     def make() -> torch.Tensor:
-        frequency, factor = frequencies(rope, dim)
+        frequency, factor = frequencies(rope, dim, positions)
         angle = torch.arange(positions, dtype=torch.float32)[:, None] * frequency
         context = rope["max_position_embeddings"] if kind == "dynamic" else positions
         if positions > context:
@@ -88,6 +100,11 @@ def _check_settings(rope: dict[str, Any], dim: int) -> None:
     for key in (*needed, *known):
         if not is_number(rope.get(key)) or not MIN_ENTRY <= rope[key] <= MAX_ENTRY:
             raise _wrong_entry(rope, key, f"a number from {MIN_ENTRY:g} to {MAX_ENTRY:g}")
+    for key in ("short_factor", "long_factor") if kind == "longrope" else ():
+        found = rope.get(key) or ()
+        numbers = isinstance(found, (list, tuple)) and all(is_number(x) and MIN_ENTRY <= x <= MAX_ENTRY for x in found)
+        if not numbers or len(found) != dim // 2:
+            raise _wrong_entry(rope, key, f"a list of {dim // 2} numbers, one a pair of entries")
     for key in ("mscale", "mscale_all_dim") if kind != "default" else ():
         if rope.get(key) is not None and not (is_number(rope[key]) and 0 <= rope[key] <= MAX_ENTRY):
             raise _wrong_entry(rope, key, f"a number from 0 to {MAX_ENTRY:g}")
@@ -95,8 +112,9 @@ def _check_settings(rope: dict[str, Any], dim: int) -> None:
         raise CheckpointError(f"Rotary scaling of type 'dynamic' needs more than {dim} rotated entries a head.")
     if kind == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]:
         raise _wrong_entry(rope, "high_freq_factor", f"above low_freq_factor = {rope['low_freq_factor']!r}")
-    if kind == "yarn" and rope["rope_theta"] <= 1:
-        raise _wrong_entry(rope, "rope_theta", "a number above 1")
+    for key in {"yarn": ("rope_theta",), "longrope": ("original_max_position_embeddings",)}.get(kind, ()):
+        if rope[key] <= 1:
+            raise _wrong_entry(rope, key, "a number above 1")
 
 
 def _wrong_entry(rope: dict[str, Any], key: str, want: str) -> CheckpointError:
@@ -107,11 +125,11 @@ def _wrong_entry(rope: dict[str, Any], key: str, want: str) -> CheckpointError:
     )
 
 
-def frequencies(rope: dict[str, Any], dim: int) -> tuple[torch.Tensor, float]:
+def frequencies(rope: dict[str, Any], dim: int, positions: int = 0) -> tuple[torch.Tensor, float]:
     """Return the radians per position of each pair, float32 `[dim / 2]`, and the factor on cosines and sines.
 
     Source: RoFormer, arXiv 2104.09864; linear: arXiv 2306.15595; YaRN: arXiv 2309.00071; llama3: the scaling that the
-    Llama 3.1 model card describes.
+    Llama 3.1 model card describes; longrope: arXiv 2402.13753.
     """
     base = torch.pow(float(rope["rope_theta"]), torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     plain = 1.0 / base
@@ -122,6 +140,9 @@ def frequencies(rope: dict[str, Any], dim: int) -> tuple[torch.Tensor, float]:
         return _llama3_frequencies(plain, rope), 1.0
     if kind == "yarn":
         return _yarn_frequencies(base, rope, dim), yarn_factor(rope)
+    if kind == "longrope":
+        stretch = "long_factor" if positions > rope["original_max_position_embeddings"] else "short_factor"
+        return plain / torch.tensor(rope[stretch], dtype=torch.float32), _longrope_factor(rope)
     return plain, 1.0
 
 
@@ -164,6 +185,14 @@ def _yarn_frequencies(base: torch.Tensor, rope: dict[str, Any], dim: int) -> tor
         last += 0.001
     stretch = ((torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
     return (1.0 / (factor * base)) * stretch + (1.0 / base) * (1 - stretch)
+
+
+def _longrope_factor(rope: dict[str, Any]) -> float:
+    """Return LongRoPE's factor on cosines and sines."""
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    factor, context = rope["factor"], rope["original_max_position_embeddings"]
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(context))
 
 
 def mscale(factor: float, weight: float = 1.0) -> float:

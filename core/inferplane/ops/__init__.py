@@ -1,26 +1,40 @@
 """The operations models are written in. One place answers "what must this kernel compute?"."""
 
-from inferplane.ops.attention import Attention, GQABlock, KVWrite, NormRopeWrite, each_range, hidden_pairs
+from inferplane.ops.attention import Attention, GQABlock, NormRopeWrite, each_range, mask_pairs
 from inferplane.ops.basic import AddRMSNorm, Embedding, RMSNorm, Rope
+from inferplane.ops.clamped_experts import ClampedExperts, clamp_gate
 from inferplane.ops.collective import AllGather, AllReduce
 from inferplane.ops.draw import Draw
 from inferplane.ops.formats import FORMATS, dequantize_rows, encode
+from inferplane.ops.forms.activation import Activation, ActivationMul
+from inferplane.ops.forms.layers import ParallelLayer, ResidualLayer
+from inferplane.ops.forms.mlp import MLP
+from inferplane.ops.forms.norms import AddNorm, LayerNorm, WidthRMSNorm
+from inferplane.ops.forms.rotation import PartialRope, PrepareAttention
+from inferplane.ops.forms.scaled import ScaledEmbedding, ScaledHead
+from inferplane.ops.kv_write import KVWrite
 from inferplane.ops.linear import GatedMLP, Linear, LMHead, SiluMul
 from inferplane.ops.mla import MLAAbsorbed, MLABlock, MLADims, MLAExpanded, MLAKVWrite, MLANormRopeWrite
 from inferplane.ops.model import CausalLM, DecoderLayer, DecoderStack, EagleLayer, MTPLayer
 from inferplane.ops.moe import MoE, MoEExperts, MoERoute
-from inferplane.ops.op import OPS, Comparison, Cost, Op, Sample, Workload, placeholder, values
+from inferplane.ops.op import EXTENSIONS, OPS, Comparison, Cost, Op, Sample, Workload, extension, placeholder, values
 from inferplane.ops.quantize import Quantize
 from inferplane.ops.sampling import SampleTokens
 
 __all__ = [
+    "EXTENSIONS",
     "FORMATS",
+    "MLP",
     "OPS",
+    "Activation",
+    "ActivationMul",
+    "AddNorm",
     "AddRMSNorm",
     "AllGather",
     "AllReduce",
     "Attention",
     "CausalLM",
+    "ClampedExperts",
     "Comparison",
     "Cost",
     "DecoderLayer",
@@ -32,6 +46,7 @@ __all__ = [
     "GatedMLP",
     "KVWrite",
     "LMHead",
+    "LayerNorm",
     "Linear",
     "MLAAbsorbed",
     "MLABlock",
@@ -45,17 +60,26 @@ __all__ = [
     "MoERoute",
     "NormRopeWrite",
     "Op",
+    "ParallelLayer",
+    "PartialRope",
+    "PrepareAttention",
     "Quantize",
     "RMSNorm",
+    "ResidualLayer",
     "Rope",
     "Sample",
     "SampleTokens",
+    "ScaledEmbedding",
+    "ScaledHead",
     "SiluMul",
+    "WidthRMSNorm",
     "Workload",
+    "clamp_gate",
     "dequantize_rows",
     "each_range",
     "encode",
-    "hidden_pairs",
+    "extension",
+    "mask_pairs",
     "placeholder",
     "values",
 ]

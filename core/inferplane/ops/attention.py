@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from inferplane.ops.basic import RMSNorm, Rope, rope_table
 from inferplane.ops.collective import AllReduce
 from inferplane.ops.draw import Sequences, step_inputs
+from inferplane.ops.forms.rotation import PrepareAttention
+from inferplane.ops.kv_write import KVWrite
 from inferplane.ops.linear import Linear
-from inferplane.ops.op import ACCUMULATED, BLOCK, EXACT, Cost, Op, Sample, Workload, placeholder
-from inferplane.types import Batch, KVRequest, LayerKV, StepKind
+from inferplane.ops.op import ACCUMULATED, BLOCK, Cost, Op, Sample, Workload, extension, placeholder, values
+from inferplane.types import Batch, KVRequest, LayerKV, StepKind, Weight
 
 Queries = Literal["few", "many"]
 Attend = Callable[..., torch.Tensor]
@@ -22,7 +24,7 @@ OTHER_SCALE = 0.7
 """Factor on the default scale in some samples: they fail for kernels that ignore `scale`."""
 
 
-def hidden_pairs(query_tokens: int, tokens: int, window: int | None, device: torch.device) -> torch.Tensor:
+def mask_pairs(query_tokens: int, tokens: int, window: int | None, device: torch.device) -> torch.Tensor:
     """Mask of the keys that each query must not see: True above the causal diagonal and before the window.
 
     Args:
@@ -59,48 +61,12 @@ def each_range(batch: Batch, q: tuple[torch.Tensor, ...], few: Attend, many: Att
     return torch.cat((few(*(t[:n] for t in q), first, kv), many(*(t[n:] for t in q), rest, kv)))
 
 
-class KVWrite(Op, name="kv_write"):
-    """Store this step's K and V in the cache; rows with slot -1 are ignored.
-
-    Args of the call:
-        k: `[T, G, D]`. v: `[T, G, Dv]`. Either may be strided.
-        batch: its `slots` `[T]`.
-        kv: the layer's cache, changed.
-
-    Returns:
-        None.
-
-    Source: paged attention, Kwon et al., arXiv 2309.06180.
-    """
-
-    tolerance = EXACT
-    writes_cache = True
-
-    kv: KVRequest
-
-    def __call__(self, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
-        kv.write(batch.slots, k, v)
-
-    def cost(self, load: Workload) -> Cost:
-        """Bytes read and written."""
-        return Cost(2 * load.tokens * self.kv.entries * load.dtype.itemsize)
-
-    @classmethod
-    def samples(cls) -> Sequence[Sample]:
-        """Empty caches and caches with history, strided V."""
-        request = KVRequest("gqa", 2, 64, 64)
-
-        def sample(label: StepKind, sequences: Sequences) -> Sample:
-            inputs = step_inputs(request, sequences, lambda d, t: (d.normal(t, 2, 64), d.normal(t, 2, 160)[..., 96:]))
-            return Sample(label, KVWrite(request), inputs, label)
-
-        return [sample("decode", [(1, 5), (2, 70)]), sample("mixed", [(1, 130), (50, 0), (9, 63)])]
-
-
 class Attention(Op, name="attention", hot=True):
     """Causal attention of ragged queries over a paged cache: `softmax(q k^T scale) v`, each query group on its KV head.
 
     A query at position p sees keys 0..p, or the last `window` of them. Softmax and sums in float32, rounded once.
+    With `softcap` c, a score s is `c tanh(s / c)`. With `sinks`, each softmax has one more score, the head's sink,
+    whose weight falls on no value: the weights of the values then sum to less than 1.
     Blocks that lie entirely before all windows may hold anything and are never read
     (`KVRequest.blocks_before_window`).
 
@@ -113,9 +79,10 @@ class Attention(Op, name="attention", hot=True):
         `[T, H, Dv]` in the dtype of `q`. Rows of padded sequences are undefined.
 
     Fields: `heads` query heads H; `scale`; `kv` the cache request (KV heads, dims, window); `queries` "few" if every
-    sequence has at most 8 query tokens, else "many".
+    sequence has at most 8 query tokens, else "many"; `sinks` `[H]` or None; `softcap` or None.
 
-    Source: GQA, arXiv 2305.13245; paged attention, arXiv 2309.06180; window as in Mistral 7B, arXiv 2310.06825.
+    Source: GQA, arXiv 2305.13245; paged attention, arXiv 2309.06180; window as in Mistral 7B, arXiv 2310.06825; soft
+    cap: Gemma 2, arXiv 2408.00118; a learned sink a head: the gpt-oss model card, arXiv 2508.10925.
     """
 
     tolerance = ACCUMULATED
@@ -124,6 +91,8 @@ class Attention(Op, name="attention", hot=True):
     scale: float
     kv: KVRequest
     queries: Queries = "many"
+    sinks: Weight | None = extension(None)
+    softcap: float | None = extension(None)
 
     @property
     def serves_many_queries(self) -> bool:
@@ -138,8 +107,13 @@ class Attention(Op, name="attention", hot=True):
             n -= skipped * kv.block_tokens
             k, v = (t.float().repeat_interleave(group, 1) for t in kv.read(table[skipped:], n))
             s = torch.einsum("qhd,khd->hqk", q[a:b].float(), k) * self.scale
-            s = s.masked_fill(hidden_pairs(b - a, n, self.kv.window, q.device), -torch.inf)
-            out[a:b] = torch.einsum("hqk,khd->qhd", s.softmax(-1), v).to(q.dtype)
+            if self.softcap is not None:
+                s = torch.tanh(s / self.softcap) * self.softcap
+            s = s.masked_fill(mask_pairs(b - a, n, self.kv.window, q.device), -torch.inf)
+            if self.sinks is not None:
+                sinks = values(self.sinks)  # type: ignore[arg-type]
+                s = torch.cat((s, sinks[:, None, None].expand(-1, b - a, 1)), -1)
+            out[a:b] = torch.einsum("hqk,khd->qhd", s.softmax(-1)[..., :n], v).to(q.dtype)
         return out
 
     def cost(self, load: Workload) -> Cost:
@@ -150,17 +124,23 @@ class Attention(Op, name="attention", hot=True):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Single tokens, drafts, prefill, chunks and mixtures; dims of real models; a window; a scale."""
+        """Single tokens, drafts, prefill, chunks and mixtures; dims of real models; a window; a scale; sinks; a cap."""
         g2 = KVRequest("gqa", 2, 64, 64)
         g1 = KVRequest("gqa", 1, 128, 128)
         g4 = KVRequest("gqa", 4, 32, 32)
         window = KVRequest("gqa", 2, 64, 64, window=20)
 
         def sample(
-            label: str, request: KVRequest, heads: int, sequences: Sequences, queries: Queries, factor: float = 1.0
+            label: str,
+            request: KVRequest,
+            heads: int,
+            sequences: Sequences,
+            queries: Queries,
+            factor: float = 1.0,
+            **fields: Any,
         ) -> Sample:
             inputs = step_inputs(request, sequences, lambda d, t: (d.normal(t, heads, request.dim),), written=True)
-            op = Attention(heads, factor * request.dim**-0.5, request, queries)
+            op = Attention(heads, factor * request.dim**-0.5, request, queries, **fields)
             return Sample(label, op, inputs, "decode" if queries == "few" else "mixed")
 
         return [
@@ -176,6 +156,12 @@ class Attention(Op, name="attention", hot=True):
             sample("window_prefill", window, 2, [(60, 0), (15, 40)], "many"),
             sample("scaled_decode", g2, 4, [(1, 5), (3, 90)], "few", OTHER_SCALE),
             sample("scaled_prefill", g2, 4, [(20, 0), (13, 40)], "many", OTHER_SCALE),
+            sample("sinks_decode", g2, 4, [(1, 5), (3, 90), (1, 0)], "few", sinks=placeholder(4)),
+            sample("sinks_window", window, 6, [(60, 0), (15, 40)], "many", sinks=placeholder(6)),
+            # Scores of about 1 are far beyond these caps, so that a kernel without a cap fails.
+            sample("softcap_decode", g1, 3, [(1, 40), (8, 127)], "few", softcap=0.5),
+            sample("softcap_window", window, 4, [(33, 0), (9, 90)], "many", softcap=0.3),
+            sample("sinks_softcap", g4, 8, [(20, 0), (13, 40)], "many", sinks=placeholder(8), softcap=0.7),
         ]
 
 
@@ -248,10 +234,11 @@ class GQABlock(Op, name="gqa_block"):
     """
 
     tolerance = BLOCK
+    has_grouped_queries = True
 
     qkv: Linear
     o: Linear
-    enter: NormRopeWrite
+    enter: NormRopeWrite | PrepareAttention
     few: Attention
     many: Attention
     heads: tuple[int, int]

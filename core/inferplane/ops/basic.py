@@ -10,8 +10,10 @@ import torch.nn.functional as F
 
 from inferplane.ops.collective import AllReduce
 from inferplane.ops.draw import Draw
-from inferplane.ops.op import EXACT, ROUNDED, Comparison, Cost, Op, Sample, Workload, placeholder, values
+from inferplane.ops.op import EXACT, ROUNDED, Comparison, Cost, Op, Sample, Workload, extension, placeholder, values
+from inferplane.renamed import old_attributes
 from inferplane.types import ActivationQuant, Weight
+from inferplane.types.weight import OLD_OUTPUT_QUANT
 
 
 class Embedding(Op, name="embedding"):
@@ -65,7 +67,7 @@ class Embedding(Op, name="embedding"):
 
 
 class RMSNorm(Op, name="rms_norm"):
-    """`y = x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in float32, rounded once.
+    """`y = x / sqrt(mean(x^2) + eps) * (weight + offset)` over the last dimension, in float32, rounded once.
 
     Args of the call:
         x: `[..., D]` in the plan's dtype; rows may be strided.
@@ -73,9 +75,10 @@ class RMSNorm(Op, name="rms_norm"):
     Returns:
         The shape and dtype of `x`.
 
-    Fields: `weight` `[D]`; `eps` added to the mean of squares.
+    Fields: `weight` `[D]`; `eps` added to the mean of squares; `offset` 0, or 1 where the weight is stored without its
+    1, with which it would be rounded.
 
-    Source: Zhang and Sennrich, arXiv 1910.07467.
+    Source: Zhang and Sennrich, arXiv 1910.07467; offset as in Gemma, arXiv 2403.08295.
     """
 
     tolerance = ROUNDED
@@ -83,11 +86,12 @@ class RMSNorm(Op, name="rms_norm"):
 
     weight: Weight
     eps: float
+    offset: float = extension(0.0)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         h = x.float()
         h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (h * values(self.weight)).to(x.dtype)  # type: ignore[arg-type]
+        return (h * (values(self.weight) + self.offset)).to(x.dtype)  # type: ignore[arg-type]
 
     def tuning_inputs(self, draw: Draw, rows: int) -> tuple[Any, ...]:
         """See `Op.tuning_inputs`."""
@@ -109,9 +113,11 @@ class RMSNorm(Op, name="rms_norm"):
             Sample("strided", at(96), lambda d: (d.normal(5, 160)[:, 32:128],)),
             Sample("heads", at(128), lambda d: (d.normal(5, 3, 128),)),
             Sample("small", at(64), lambda d: (d.normal(4, 64, scale=1e-3),)),  # `eps` is half of the sum
+            Sample("offset", RMSNorm(placeholder(64), 1e-6, 1.0), lambda d: (d.normal(3, 64),)),
         ]
 
 
+@old_attributes(OLD_OUTPUT_QUANT)
 class AddRMSNorm(Op, name="add_rms_norm"):
     """`s = x + residual; return norm(s), s`. Without a residual (the first layer) `s = x`.
 

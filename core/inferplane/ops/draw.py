@@ -92,7 +92,7 @@ class Draw:
         """Random entries of `tokens` tokens in canonical form, as `LayerKV.write` takes them."""
         return tuple(self.normal(tokens, *shape) for shape in request.entry_shapes)
 
-    def filled_kv(self, request: KVRequest, blocks: int) -> LayerKV:
+    def fill_kv(self, request: KVRequest, blocks: int) -> LayerKV:
         """A cache of `blocks` blocks with random entries in all slots: history for any step."""
         assert self.build_kv is not None, "this draw was made without a cache"
         kv = self.build_kv(request, blocks)

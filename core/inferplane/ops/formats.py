@@ -6,7 +6,7 @@ import torch
 
 from inferplane.errors import UsageError
 from inferplane.types import QTensor
-from inferplane.types.qtensor import scale_shape
+from inferplane.types.qtensor import round_entries, scale_shape, scales
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -20,19 +20,20 @@ FORMATS: dict[str, tuple[torch.dtype, int, tuple[int, int]]] = {
     "int4_group64": (torch.int8, 4, (1, 64)),
     "int4_group32": (torch.int8, 4, (1, 32)),
     "int4_row": (torch.int8, 4, (1, 0)),
+    "mxfp4": (torch.int8, 8, (1, 32)),
 }
-"""Weight formats: dtype of the data, significant bits, rows and columns per scale (0 columns: the whole row)."""
+"""Weight formats: dtype of the data, significant bits, rows and columns per scale (0 columns: the whole row).
+
+"mxfp4" is e2m1 with a power of two per 32 columns. Its values are the integers `MXFP4_VALUES` times half that power, so
+its canonical data are these integers: -12 to 12, which take 5 bits."""
+
+MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12)
+"""Twice the magnitudes of the floating-point format e2m1, by its lower three bits."""
 
 
 def limit(dtype: torch.dtype, bits: int) -> float:
     """Largest magnitude of a format: 448 for FP8 e4m3, 127 for int8, 7 for int4."""
     return FP8_MAX if dtype is FP8 else float(2 ** (bits - 1) - 1)
-
-
-def scales(amax: torch.Tensor, top: float) -> torch.Tensor:
-    """`amax / top`, or 1 where that is 0: for zeros, and for numbers too small to be divided."""
-    scale = amax / top
-    return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
 def encode(weight: torch.Tensor, format: str) -> QTensor:
@@ -53,6 +54,8 @@ def encode(weight: torch.Tensor, format: str) -> QTensor:
     """
     if format not in FORMATS:
         raise UsageError(f"Unknown weight format {format!r}.", there_is=", ".join(sorted(FORMATS)))
+    if format == "mxfp4":
+        return _encode_mxfp4(weight)
     dtype, bits, (rows, columns) = FORMATS[format]
     block = (rows, columns or weight.shape[-1])
     w = weight.float()
@@ -62,9 +65,31 @@ def encode(weight: torch.Tensor, format: str) -> QTensor:
     amax = tiles.abs().amax((-3, -1))
     top = limit(dtype, bits)
     scale = scales(amax, top)
-    scaled = w / QTensor(torch.empty_like(w), scale, block=block).expanded_scale()
-    data = scaled.clamp(-top, top).to(FP8) if dtype is FP8 else scaled.round().clamp(-top, top).to(torch.int8)
-    return QTensor(data, scale, block=block, bits=bits)
+    scaled = w / QTensor(torch.empty_like(w), scale, block=block).expand_scale()
+    return QTensor(round_entries(scaled, dtype, top), scale, block=block, bits=bits)
+
+
+def _encode_mxfp4(weight: torch.Tensor) -> QTensor:
+    """Quantize to e2m1 with a power of two per 32 columns.
+
+    The power makes the block's largest magnitude 4 to 8 times it, of which those beyond 6 saturate. A block with NaN or
+    an infinity is NaN as a whole, by its scale: entries have no such values.
+
+    Source: OCP Microscaling Formats (MX) Specification 1.0, section 6.3.
+    """
+    w = weight.float().contiguous()
+    dtype, bits, block = FORMATS["mxfp4"]
+    groups = scale_shape(tuple(w.shape), block)[-1]
+    tiles = torch.nn.functional.pad(w, (0, groups * block[1] - w.shape[-1])).unflatten(-1, (groups, block[1]))
+    amax = tiles.abs().amax(-1)
+    exponent = torch.floor(torch.log2(torch.where(amax == 0, torch.ones_like(amax), amax))).clamp(-125, 127) - 2
+    scale = torch.ldexp(torch.full_like(exponent, 0.5), exponent)
+    scale = scale.masked_fill(amax == 0, 1.0).masked_fill(~amax.isfinite(), torch.nan)
+    grid = torch.tensor(MXFP4_VALUES, dtype=torch.float32, device=w.device)
+    middles = (grid[1:] + grid[:-1]) / 2
+    scaled = w / QTensor(torch.empty_like(w), scale, block=block).expand_scale()
+    data = grid[torch.bucketize(scaled.abs().nan_to_num(0.0), middles)] * scaled.sign()
+    return QTensor(data.to(dtype), scale, block=block, bits=bits)
 
 
 def dequantize_rows(data: torch.Tensor, scale: torch.Tensor, group: int) -> torch.Tensor:
@@ -76,7 +101,7 @@ def dequantize_rows(data: torch.Tensor, scale: torch.Tensor, group: int) -> torc
     want = scale_shape(tuple(data.shape), (1, group or data.shape[-1]))
     if tuple(scale.shape) != want:
         raise UsageError(
-            f"Scales of shape {tuple(scale.shape)} for groups of {group or 'all'} columns, which want {want}."
+            f"Scales of shape {tuple(scale.shape)} for groups of {group or 'all'} columns; required: {want}."
         )
     wide = scale.repeat_interleave(group or data.shape[-1], -1)[..., : data.shape[-1]]
     return data.float() * wide

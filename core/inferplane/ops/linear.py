@@ -11,17 +11,23 @@ import torch.nn.functional as F
 from inferplane.ops.collective import AllReduce
 from inferplane.ops.draw import Draw
 from inferplane.ops.formats import dequantize_rows
+from inferplane.ops.forms.activation import ActivationMul
 from inferplane.ops.op import ACCUMULATED, BLOCK, ROUNDED, Cost, Op, Sample, Workload, placeholder, values
 from inferplane.ops.quantize import Quantize
+from inferplane.renamed import old_names
 from inferplane.types import Batch, Weight
 from inferplane.types.batch import Query, make_batch
 
+OLD_LINEAR = {"act": "activation_quant", "act_group": "activation_group"}
+"""Fields of `Linear` in plugin API 1.0, which kernels of a linear read from its view too."""
 
+
+@old_names(OLD_LINEAR)
 class Linear(Op, name="linear", hot=True):
     """`y = x weight^T + bias`, summed in float32, rounded once.
 
-    A quantized weight stands for its dequantized values. With `act`, the activations are quantized first and the
-    product is that of the quantized numbers.
+    A quantized weight stands for its dequantized values. With `activation_quant`, the activations are quantized
+    first and the product is that of the quantized numbers.
 
     Args of the call:
         x: `[T, K]` in the plan's dtype.
@@ -29,8 +35,8 @@ class Linear(Op, name="linear", hot=True):
     Returns:
         `[T, N]` in the dtype of `x`, or in `out_dtype`.
 
-    Fields: `weight` `[N, K]`; `bias` `[N]` or None; `act` how activations are quantized, or None, and `act_group` its
-    group; `out_dtype` e.g. float32 for routers (the product is then taken in float32 throughout).
+    Fields: `weight` `[N, K]`; `bias` `[N]` or None; `activation_quant` how activations are quantized, or None, and
+    `activation_group` its group; `out_dtype` e.g. float32 for routers (the product is then in float32 throughout).
 
     Source: torch.nn.functional.linear; FP8 blocks as in the DeepSeek-V3 report, section 3.3.2.
     """
@@ -40,14 +46,14 @@ class Linear(Op, name="linear", hot=True):
 
     weight: Weight
     bias: Weight | None = None
-    act: Quantize | None = None
-    act_group: int = 0
+    activation_quant: Quantize | None = None
+    activation_group: int = 0
     out_dtype: torch.dtype | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         h = x.float()
-        if self.act is not None:
-            h = dequantize_rows(*self.act(x), self.act_group)
+        if self.activation_quant is not None:
+            h = dequantize_rows(*self.activation_quant(x), self.activation_group)
         bias = None if self.bias is None else values(self.bias)  # type: ignore[arg-type]
         return F.linear(h, values(self.weight), bias).to(self.out_dtype or x.dtype)  # type: ignore[arg-type]
 
@@ -79,9 +85,13 @@ class Linear(Op, name="linear", hot=True):
             *quantized,
             Sample("fp8_blocks", of(256, 384, "fp8_block"), rows(9, 384)),
             Sample("fp8_ragged", of(200, 320, "fp8_block"), rows(3, 320)),
-            Sample("fp8_act", of(128, 256, "fp8_block", act=Quantize("fp8", 128), act_group=128), rows(4, 256)),
-            Sample("fp8_row_act", of(96, 256, "fp8_row", act=Quantize("fp8", 0)), rows(5, 256)),
-            Sample("int8_act", of(96, 256, "int8_row", act=Quantize("int8", 0)), rows(5, 256)),
+            Sample(
+                "fp8_act",
+                of(128, 256, "fp8_block", activation_quant=Quantize("fp8", 128), activation_group=128),
+                rows(4, 256),
+            ),
+            Sample("fp8_row_act", of(96, 256, "fp8_row", activation_quant=Quantize("fp8", 0)), rows(5, 256)),
+            Sample("int8_act", of(96, 256, "int8_row", activation_quant=Quantize("int8", 0)), rows(5, 256)),
         ]
 
 
@@ -165,7 +175,8 @@ class SiluMul(Op, name="silu_mul"):
 
 
 class GatedMLP(Op, name="gated_mlp"):
-    """`y = down(silu(gate(x)) * up(x))`, gate and up fused into one matrix.
+    """`y = down(silu(gate(x)) * up(x))`, gate and up fused into one matrix. Another activation stands in for SiLU where
+    `act` is `activation_mul`.
 
     Args of the call:
         x: `[T, D]`.
@@ -173,17 +184,19 @@ class GatedMLP(Op, name="gated_mlp"):
     Returns:
         `[T, D]` in the dtype of `x`.
 
-    Fields: `gate_up` linear D -> 2 I (gate rows first); `down` linear I -> D; `act`; `reduce` sums over ranks.
+    Fields: `gate_up` linear D -> 2 I (gate rows first); `down` linear I -> D; `act` the activation function; `reduce`
+    sums over ranks.
 
     Source: SwiGLU, Shazeer, arXiv 2002.05202.
     """
 
     tolerance = BLOCK
+    is_gated_mlp = True
     tunable = True
 
     gate_up: Linear
     down: Linear
-    act: SiluMul = SiluMul()
+    act: SiluMul | ActivationMul = SiluMul()
     reduce: AllReduce | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

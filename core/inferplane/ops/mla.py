@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 
-from inferplane.ops.attention import OTHER_SCALE, each_range, hidden_pairs
+from inferplane.ops.attention import OTHER_SCALE, each_range, mask_pairs
 from inferplane.ops.basic import RMSNorm, Rope, rope_table
 from inferplane.ops.collective import AllReduce
 from inferplane.ops.draw import Draw, Sequences, step_inputs
 from inferplane.ops.linear import Linear
 from inferplane.ops.op import ACCUMULATED, BLOCK, EXACT, Cost, Op, Sample, Workload, placeholder, values
+from inferplane.renamed import old_attributes
 from inferplane.types import ActivationQuant, Batch, KVRequest, LayerKV, StepKind, Weight
+from inferplane.types.weight import OLD_OUTPUT_QUANT
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class MLAExpanded(Op, name="mla_expanded", hot=True):
             k, v = self.kv_b(latent.contiguous()).view(n, d.heads, -1).float().split((d.nope, d.value), -1)
             s = torch.einsum("qhd,khd->hqk", q_nope[a:b].float(), k)
             s = (s + torch.einsum("qhd,kd->hqk", q_rope[a:b].float(), k_rope.float())) * self.scale
-            s = s.masked_fill(hidden_pairs(b - a, n, None, q_nope.device), -torch.inf)
+            s = s.masked_fill(mask_pairs(b - a, n, None, q_nope.device), -torch.inf)
             out[a:b] = torch.einsum("hqk,khd->qhd", s.softmax(-1), v).to(out.dtype)
         return out
 
@@ -184,7 +186,7 @@ class MLAAbsorbed(Op, name="mla_absorbed", hot=True):
         for a, b, n, table in batch.rows():
             c = kv.read(table, n)[0].float()
             s = torch.einsum("qhd,kd->hqk", q[a:b], c) * self.scale
-            s = s.masked_fill(hidden_pairs(b - a, n, None, q.device), -torch.inf)
+            s = s.masked_fill(mask_pairs(b - a, n, None, q.device), -torch.inf)
             o = torch.einsum("hqk,kr->qhr", s.softmax(-1), c[:, : d.latent])
             out[a:b] = torch.einsum("qhr,hvr->qhv", o, w_v).to(out.dtype)
         return out
@@ -218,6 +220,7 @@ class MLAAbsorbed(Op, name="mla_absorbed", hot=True):
         ]
 
 
+@old_attributes(OLD_OUTPUT_QUANT)
 class MLANormRopeWrite(Op, name="mla_norm_rope_write"):
     """The steps between latent attention's down-projections and the query's up-projection: norms, rotation, cache
     write.
@@ -295,6 +298,7 @@ class MLABlock(Op, name="mla_block"):
     """
 
     tolerance = BLOCK
+    has_latent_attention = True
 
     q_a: Linear | None
     q_b: Linear
@@ -360,15 +364,15 @@ def _mla(p: Any, x: torch.Tensor, batch: Batch, kv: LayerKV, few: Any, many: Any
     return y if p.reduce is None else p.reduce(y)
 
 
-def _absorbed_only(self: Any, x: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+def _run_absorbed(self: Any, x: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     return _mla(self, x, batch, kv, self.absorbed, self.absorbed)
 
 
-def _expanded_only(self: Any, x: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+def _run_expanded(self: Any, x: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     return _mla(self, x, batch, kv, self.expanded, self.expanded)
 
 
-MLABlock.variants = {"absorbed": _absorbed_only, "expanded": _expanded_only}
+MLABlock.variants = {"absorbed": _run_absorbed, "expanded": _run_expanded}
 
 
 def _queries(dims: MLADims, sequences: Sequences) -> Any:

@@ -12,12 +12,19 @@ from inferplane.ops.attention import GQABlock
 from inferplane.ops.basic import AddRMSNorm, Embedding, RMSNorm
 from inferplane.ops.collective import AllGather
 from inferplane.ops.draw import Draw
+from inferplane.ops.forms.layers import NormBefore, ParallelLayer, ResidualLayer
+from inferplane.ops.forms.scaled import ScaledEmbedding, ScaledHead
 from inferplane.ops.linear import GatedMLP, Linear, LMHead
 from inferplane.ops.mla import MLABlock
 from inferplane.ops.moe import MoE
-from inferplane.ops.op import BLOCK, Cost, Op, Sample, Workload, placeholder
+from inferplane.ops.op import BLOCK, EXTENSIONS, Cost, Op, Sample, Workload, placeholder
 from inferplane.ops.sampling import SampleTokens
 from inferplane.types import Batch, KVCache, LayerKV, Weight
+from inferplane.types.batch import TableRows
+
+SEVERAL_TABLES = "decoder_stack.several_tables"
+"""The extension of stacks whose layers attend to different numbers of tokens: layers read different block tables."""
+EXTENSIONS.add(SEVERAL_TABLES)
 
 
 class DecoderLayer(Op, name="decoder_layer"):
@@ -84,11 +91,11 @@ class DecoderLayer(Op, name="decoder_layer"):
             ("mla_mlp_decode", "int8_group", "mla_mlp_int8"),
         ):
             sample = by_label[like]
-            out.append(replace(sample, label=label, op=_quantized(sample.op, format)))
+            out.append(replace(sample, label=label, op=_quantize_layer(sample.op, format)))
         return out
 
 
-def _quantized(layer: Any, format: str) -> DecoderLayer:
+def _quantize_layer(layer: Any, format: str) -> DecoderLayer:
     """A sample's layer with its linear layers in another format; both forms of latent attention still share kv_b."""
 
     def linears(op: Any, *names: str) -> Any:
@@ -107,12 +114,26 @@ def _quantized(layer: Any, format: str) -> DecoderLayer:
     return replace(layer, attn=attn, mlp=linears(layer.mlp, "gate_up", "down"))
 
 
+AnyLayer = DecoderLayer | ResidualLayer | ParallelLayer
+"""A layer of a stack: called with `(x, residual, batch, kv)`, it returns x and residual."""
+
+
+def _set_window(layer: Any, window: int) -> DecoderLayer:
+    """A sample's layer whose attention reads this many last tokens."""
+    attn = layer.attn
+    request = replace(attn.few.kv, window=window)
+    enter = replace(attn.enter, write=replace(attn.enter.write, kv=request))
+    few, many = replace(attn.few, kv=request), replace(attn.many, kv=request)
+    return replace(layer, attn=replace(attn, enter=enter, few=few, many=many))
+
+
 class DecoderStack(Op, name="decoder_stack"):
     """Decoder layers in order. At site `layers` of a model, their sites are `layers.0`, `layers.1`, ...
 
     Args of the call:
         x: `[T, D]`. residual: `[T, D]`, or None before the first layer. batch: the step.
-        cache: layer i's cache is `cache.layers[i]`, changed; further caches are not used.
+        cache: layer i's cache is `cache.layers[i]`, changed; further caches are not used. Where the cache has several
+            block tables, layer i sees the step as `batch.for_table(cache.tables[i])`.
 
     Returns:
         x and residual, each `[T, D]`.
@@ -123,19 +144,28 @@ class DecoderStack(Op, name="decoder_stack"):
     tolerance = BLOCK
     numbered = "layers"
 
-    layers: tuple[DecoderLayer, ...]
+    layers: tuple[AnyLayer, ...]
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, cache: KVCache
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if cache.tables:
+            for layer, kv, table in zip(self.layers, cache.layers, cache.tables):
+                x, residual = layer(x, residual, batch.for_table(table), kv)
+            return x, residual
         for layer, kv in zip(self.layers, cache.layers):
             x, residual = layer(x, residual, batch, kv)
         return x, residual
 
+    def own_extensions(self) -> frozenset[str]:
+        """See `Op.own_extensions`; with `SEVERAL_TABLES` where layers attend to different numbers of tokens."""
+        windows = {request.window for layer in self.layers for request in layer.kv_requests()}
+        return super().own_extensions() | ({SEVERAL_TABLES} if len(windows) > 1 else set())
+
     def __len__(self) -> int:
         return len(self.layers)
 
-    def __iter__(self) -> Iterator[DecoderLayer]:
+    def __iter__(self) -> Iterator[AnyLayer]:
         return iter(self.layers)
 
     def __getitem__(self, index: Any) -> Any:
@@ -143,7 +173,7 @@ class DecoderStack(Op, name="decoder_stack"):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Stacks of two and three layers: dense, mixture of experts, latent attention, 8-bit weights."""
+        """Stacks of two and three layers: dense, experts, latent attention, 8-bit weights, several block tables."""
         by_label = {sample.label: sample for sample in DecoderLayer.samples()}
 
         def stack(label: str, *names: str) -> Sample:
@@ -152,11 +182,30 @@ class DecoderStack(Op, name="decoder_stack"):
             def inputs(d: Draw) -> tuple[Any, ...]:
                 x, residual, batch, kv = first.inputs(d)
                 blocks = int(batch.block_tables.max()) + 1
-                caches = kv, *(d.filled_kv(kv.request, blocks) for _ in names[1:])
+                caches = kv, *(d.fill_kv(kv.request, blocks) for _ in names[1:])
                 return x, residual, batch, KVCache(caches, blocks, kv.block_tokens)
 
             op = DecoderStack(tuple(by_label[name].op for name in names))  # type: ignore[misc]
             return Sample(label, op, inputs, first.step_kind)
+
+        def stack_of_tables(label: str, name: str) -> Sample:
+            """Layers with all tokens, with a window of 20 in another block table, and with all tokens again."""
+            first = by_label[name]
+            whole: Any = first.op
+            windowed = _set_window(whole, 20)
+
+            def inputs(d: Draw) -> tuple[Any, ...]:
+                x, residual, batch, kv = first.inputs(d)
+                blocks = int(batch.block_tables.max()) + 2  # one more than the batch uses
+                number = torch.tensor(d.permutation(blocks)).to(batch.block_tables)
+                n = kv.block_tokens
+                slots = number[batch.slots // n].long() * n + batch.slots % n
+                rows = TableRows(slots, number[batch.block_tables.long()])
+                (request,) = windowed.kv_requests()
+                caches = kv, d.fill_kv(request, blocks), d.fill_kv(kv.request, blocks)
+                return x, residual, replace(batch, more_tables=(rows,)), KVCache(caches, blocks, n, tables=(0, 1, 0))
+
+            return Sample(label, DecoderStack((whole, windowed, whole)), inputs, first.step_kind)
 
         return [
             stack("decode", "gqa_mlp_decode", "gqa_mlp_decode"),
@@ -164,6 +213,8 @@ class DecoderStack(Op, name="decoder_stack"):
             stack("experts", "gqa_mlp_decode", "gqa_moe_decode", "gqa_mlp_decode"),
             stack("latents", "mla_mlp_decode", "mla_moe_decode"),
             stack("int8", "gqa_mlp_int8", "gqa_mlp_int8"),
+            stack_of_tables("tables", "gqa_mlp_decode"),
+            stack_of_tables("tables_mixed", "gqa_mlp_mixed"),
         ]
 
 
@@ -188,7 +239,7 @@ class MTPLayer(Op, name="mtp_layer"):
 
     tolerance = BLOCK
 
-    embed: Embedding
+    embed: Embedding | ScaledEmbedding
     enorm: RMSNorm
     hnorm: RMSNorm
     eh_proj: Linear
@@ -239,7 +290,7 @@ class EagleLayer(Op, name="eagle_layer"):
 
     tolerance = BLOCK
 
-    embed: Embedding
+    embed: Embedding | ScaledEmbedding
     fc: Linear
     attn: GQABlock
     mlp_norm: AddRMSNorm
@@ -287,10 +338,10 @@ class CausalLM(Op, name="causal_lm"):
     tolerance = BLOCK
     called_by_engine = ("mtp", "sample")
 
-    embed: Embedding
+    embed: Embedding | ScaledEmbedding
     layers: DecoderStack
-    norm: AddRMSNorm
-    head: LMHead
+    norm: NormBefore
+    head: LMHead | ScaledHead
     sample: SampleTokens = SampleTokens()
     mtp: tuple[MTPLayer | EagleLayer, ...] = ()
     gather: AllGather | None = None
@@ -312,7 +363,10 @@ class CausalLM(Op, name="causal_lm"):
 
     def cost(self, load: Workload) -> Cost:
         """The sum over the ops that a call runs; the engine calls and counts the draft layers."""
-        return sum((child.cost(load) for path, child in self.children() if not path.startswith("mtp.")), Cost())
+        return sum((child.cost(load) for path, child in self.children() if not self._engine_calls(path)), Cost())
+
+    def _engine_calls(self, path: str) -> bool:
+        return path.partition(".")[0] in self.called_by_engine
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:

@@ -9,10 +9,23 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
+from inferplane.ops.clamped_experts import ClampedExperts
 from inferplane.ops.collective import AllReduce
 from inferplane.ops.draw import Draw
 from inferplane.ops.linear import GatedMLP, Linear
-from inferplane.ops.op import BLOCK, Comparison, Cost, Op, Sample, Workload, placeholder, relative_error, values
+from inferplane.ops.op import (
+    BLOCK,
+    Comparison,
+    Cost,
+    Op,
+    Sample,
+    Workload,
+    expert_values,
+    extension,
+    placeholder,
+    relative_error,
+    values,
+)
 from inferplane.types import HOST, Weight
 
 TUNING_EXPERTS = 8
@@ -25,7 +38,8 @@ class MoERoute(Op, name="moe_route"):
     `score = sigmoid(logits)` or `softmax(logits)`; `choice = score + bias` (the bias affects the choice alone). With
     groups, only the best `top_groups` groups remain; a group's score is the sum of its two best choices ("top2") or
     its best one ("max").
-    `ids = topk(choice)`; `weights = score[ids]`, divided by their sum when `renormalize`, times `factor`.
+    `ids = topk(choice)`; `weights = score[ids]`, divided when `renormalize` by their sum, or by `least_sum` if that is
+    larger, times `factor`.
     The cost is not counted: it is small beside the experts.
 
     Args of the call:
@@ -35,12 +49,14 @@ class MoERoute(Op, name="moe_route"):
         weights float32 `[T, top_k]`, ids int64 `[T, top_k]`; the order within a token is free.
 
     Fields: `bias` `[E]` or None; `score`; `groups` (1: no grouping); `top_groups`; `group_score`; `top_k`;
-    `renormalize`; `factor`.
+    `renormalize`; `factor`; `least_sum`.
 
     Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2 (sigmoid, bias, groups); DeepSeek-V2, arXiv 2405.04434
-    (softmax, device-limited groups); Mixtral, arXiv 2401.04088 (softmax, top-k, renormalized).
+    (softmax, device-limited groups); Mixtral, arXiv 2401.04088 (softmax, top-k, renormalized); ERNIE 4.5 technical
+    report (softmax, bias, least sum).
     """
 
+    compares_entries = False
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5}
 
     bias: Weight | None
@@ -51,6 +67,7 @@ class MoERoute(Op, name="moe_route"):
     group_score: Literal["top2", "max"] = "max"
     renormalize: bool = True
     factor: float = 1.0
+    least_sum: float = extension(0.0)
 
     def __call__(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         h = logits.float()
@@ -64,7 +81,7 @@ class MoERoute(Op, name="moe_route"):
         ids = choice.topk(self.top_k, -1)[1]
         weights = score.gather(1, ids)
         if self.renormalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights = weights / (weights.sum(-1, keepdim=True).clamp_min(self.least_sum) + 1e-20)
         return weights * self.factor, ids
 
     @classmethod
@@ -93,6 +110,8 @@ class MoERoute(Op, name="moe_route"):
             Sample("v2_renormalized", replace(v2, top_k=5, renormalize=True), logits(4, 16)),
             Sample("softmax_factor", replace(mixtral, factor=2.5), logits(6, 8)),
             Sample("softmax_top2", replace(v2, group_score="top2"), logits(33, 16)),
+            Sample("softmax_bias", MoERoute(placeholder(16), 3, "softmax", least_sum=1e-12), logits(9, 16)),
+            Sample("least_sum", MoERoute(placeholder(16), 2, "softmax", least_sum=0.3), logits(17, 16)),
         ]
 
 
@@ -127,8 +146,8 @@ class MoEExperts(Op, name="moe_experts", hot=True):
             if e < 0:
                 continue
             token, j = torch.where(ids == e)
-            gate, up = F.linear(x[token].float(), _expert(self.gate_up, e)).chunk(2, -1)
-            y = F.linear(F.silu(gate) * up, _expert(self.down, e))
+            gate, up = F.linear(x[token].float(), expert_values(self.gate_up, e)).chunk(2, -1)
+            y = F.linear(F.silu(gate) * up, expert_values(self.down, e))
             out.index_add_(0, token, y * weights[token, j, None])
         return out.to(x.dtype)
 
@@ -171,15 +190,10 @@ class MoEExperts(Op, name="moe_experts", hot=True):
         ]
 
 
-def _expert(weight: Any, e: int) -> torch.Tensor:
-    if isinstance(weight, torch.Tensor):
-        return weight[e].float()
-    zero = None if weight.zero is None else weight.zero[e]
-    return type(weight)(weight.data[e], weight.scale[e], zero, weight.block, weight.bits).dequantize()
-
-
 class MoE(Op, name="moe"):
     """A mixture-of-experts layer: `y = experts(x, route(router(x))) + shared(x)`.
+
+    With `shared_gate` the last term is `sigmoid(shared_gate(x)) * shared(x)`, one factor a token.
 
     Under expert parallelism the router still chooses among all experts; other ranks compute those that are not `here`,
     and `reduce` sums over the ranks.
@@ -191,19 +205,22 @@ class MoE(Op, name="moe"):
         `[T, D]` in the dtype of `x`.
 
     Fields: `router` linear D -> E with a float32 result; `route`; `experts`; `shared` a gated MLP or None; `reduce`
-    sums over ranks; `here` this rank's first expert and its number of experts, None for all.
+    sums over ranks; `here` this rank's first expert and its number of experts, None for all; `shared_gate` linear
+    D -> 1 with a float32 result, or None.
 
-    Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
+    Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2; gate of the shared expert: Qwen2, arXiv 2407.10671.
     """
 
     tolerance = BLOCK
+    has_experts = True
 
     router: Linear
     route: MoERoute
-    experts: MoEExperts
+    experts: MoEExperts | ClampedExperts
     shared: GatedMLP | None = None
     reduce: AllReduce | None = None
     here: tuple[int, int] | None = None
+    shared_gate: Linear | None = extension(None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = self.route(self.router(x))
@@ -211,24 +228,26 @@ class MoE(Op, name="moe"):
             first, count = self.here
             ids = torch.where((ids >= first) & (ids < first + count), ids - first, -1)
         y = self.experts(x, weights, ids)
-        if self.shared is not None:
+        if self.shared is not None and self.shared_gate is not None:
+            y = y + (self.shared_gate(x).sigmoid() * self.shared(x)).to(y.dtype)
+        elif self.shared is not None:
             y = y + self.shared(x)
         return y if self.reduce is None else self.reduce(y)
 
     def cost(self, load: Workload) -> Cost:
-        """Router, shared MLP, and the chosen experts: at most `tokens * top_k` of them are read."""
+        """Router, shared MLP with its gate, and the chosen experts: at most `tokens * top_k` of them are read."""
         experts, width, columns = self.experts.gate_up.shape
         touched = min(experts, load.tokens * self.route.top_k)
         one = self.experts.gate_up.nbytes(load.dtype) / experts + self.experts.down.nbytes(load.dtype) / experts
         flops = 2.0 * load.tokens * self.route.top_k * columns * width * 1.5
-        total = self.router.cost(load) + Cost(touched * one, flops)
-        return total if self.shared is None else total + self.shared.cost(load)
+        others = [op.cost(load) for op in (self.router, self.shared, self.shared_gate) if op is not None]
+        return sum(others, Cost(touched * one, flops))
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """With and without a shared expert; with half of the experts."""
+        """With and without a shared expert, its gate, and half of the experts."""
 
-        def layer(shared: bool, partial: bool = False) -> MoE:
+        def layer(shared: bool, partial: bool = False, gate: bool = False) -> MoE:
             count = 4 if partial else 8
             return MoE(
                 Linear(placeholder(8, 64), out_dtype=torch.float32),
@@ -236,10 +255,13 @@ class MoE(Op, name="moe"):
                 MoEExperts(placeholder(count, 64, 64), placeholder(count, 64, 32), partial),
                 GatedMLP(Linear(placeholder(64, 64)), Linear(placeholder(64, 32))) if shared else None,
                 here=(8 - count, count) if partial else None,
+                shared_gate=Linear(placeholder(1, 64), out_dtype=torch.float32) if gate else None,
             )
 
         return [
             Sample("t1", layer(True), lambda d: (d.normal(1, 64),)),
             Sample("t12", layer(False), lambda d: (d.normal(12, 64),)),
             Sample("partial", layer(True, True), lambda d: (d.normal(7, 64),)),
+            Sample("gate_t1", layer(True, gate=True), lambda d: (d.normal(1, 64),)),
+            Sample("gate_partial", layer(True, True, gate=True), lambda d: (d.normal(9, 64),)),
         ]

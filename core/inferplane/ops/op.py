@@ -18,11 +18,15 @@ from typing_extensions import dataclass_transform
 
 from inferplane.errors import UsageError
 from inferplane.ops.draw import Draw
+from inferplane.renamed import old_attributes
 from inferplane.types import PLAIN, KVRequest, QTensor, StepKind, Weight
 from inferplane.types.scratch import Scratch
 
 OPS: dict[str, type[Op]] = {}
 """Every op by name."""
+
+EXTENSIONS: set[str] = set()
+"""Every extension by name: "op.field" of a field that is one, and "op" of an op that is one."""
 
 EXACT = {torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 0.0}
 """Tolerance of ops that move values without arithmetic."""
@@ -88,12 +92,30 @@ class Comparison:
     detail: str = ""
 
 
+def extension(default: Any) -> Any:
+    """A field that an op got after kernels had been written for it. Where its value is not `default`, only kernels that
+    list the extension "op.field" in `When.extensions` are chosen: others would compute without it and be wrong.
+
+    Args:
+        default: the value that stands for the op as it was before.
+    """
+    return dataclasses.field(default=default, metadata={"extension": True})
+
+
+MEANINGS = ("has_grouped_queries", "has_latent_attention", "is_gated_mlp", "has_experts")
+"""Class attributes of `Op` that say which meaning an op has; subclasses do not inherit them."""
+
+
+@old_attributes({"acts": "activation_quants"})
 @dataclass_transform(frozen_default=True, eq_default=False)
 class Op(Scratch):
     """Root of every op. Subclass with `name=`; annotate fields; write `__call__(self, activations...)`.
 
+    A field that is added later is an `extension(default)`. A new op that stands where kernels of the ops above it know
+    another one (another attention in a decoder layer) is declared with `extension=True`.
+
     Fields may be weights, numbers, strings, dtypes, `KVRequest`s, `ActivationQuant`s, child ops (or None), and tuples
-    of child ops. Core decides by the class attributes below, never by an op's name.
+    of child ops. Core and backends decide by the class attributes below, never by an op's name.
     """
 
     name: ClassVar[str] = "op"
@@ -114,19 +136,39 @@ class Op(Scratch):
     """A kernel may overwrite the op's arguments."""
     called_by_engine: ClassVar[tuple[str, ...]] = ()
     """Fields that the body does not call: the engine calls these child ops itself."""
+    compares_entries: ClassVar[bool] = True
+    """`compare` holds each entry of a result to the oracle's at its place."""
     tunable: ClassVar[bool] = False
     """Its kernels can be timed on `tuning_inputs`."""
+    has_grouped_queries: ClassVar[bool] = False
+    """It is an attention block with the fields and the meaning of `gqa_block`."""
+    has_latent_attention: ClassVar[bool] = False
+    """It is an attention block with the fields and the meaning of `mla_block`."""
+    is_gated_mlp: ClassVar[bool] = False
+    """It has the fields and the meaning of `gated_mlp`."""
+    has_experts: ClassVar[bool] = False
+    """It has the fields and the meaning of `moe`."""
     numbered: ClassVar[str] = ""
     """A tuple field whose entries have their number alone as path: "3", not "layers.3"."""
+    is_extension: ClassVar[bool] = False
+    """Kernels of the ops above it must list its name in `When.extensions`."""
     _fields: ClassVar[tuple[str, ...]] = ()
+    _extension_fields: ClassVar[Mapping[str, Any]] = {}
 
-    def __init_subclass__(cls, *, name: str, hot: bool = False, **options: Any) -> None:
+    def __init_subclass__(cls, *, name: str, hot: bool = False, extension: bool = False, **options: Any) -> None:
         super().__init_subclass__(**options)
         if name in OPS:
             raise UsageError(f"An op named {name!r} exists already: {OPS[name].__module__}.{OPS[name].__qualname__}.")
         cls.name, cls.hot = name, hot
+        for meaning in MEANINGS:  # a subclass is another op: it has its parent's meaning only if it says so
+            setattr(cls, meaning, bool(vars(cls).get(meaning, False)))
         dataclass(frozen=True, eq=False)(cls)
-        cls._fields = tuple(f.name for f in dataclasses.fields(cls))  # type: ignore[arg-type]
+        fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+        cls._fields = tuple(f.name for f in fields)
+        cls.is_extension = extension
+        cls._extension_fields = {f.name: f.default for f in fields if f.metadata.get("extension")}
+        EXTENSIONS.update(f"{name}.{field}" for field in cls._extension_fields)
+        EXTENSIONS.update([name] if extension else [])
         OPS[name] = cls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -162,14 +204,14 @@ class Op(Scratch):
             got: a kernel's result, moved to the host.
             want: the oracle's result, float32.
         """
-        gots, wants = as_tuple(got), as_tuple(want)
-        if len(gots) != len(wants):
-            return Comparison(float("inf"), f"{len(gots)} results instead of {len(wants)}")
+        results, expected_results = as_tuple(got), as_tuple(want)
+        if len(results) != len(expected_results):
+            return Comparison(float("inf"), f"{len(results)} results instead of {len(expected_results)}")
         worst = Comparison(0.0)
-        for i, (g, w) in enumerate(zip(gots, wants)):
+        for i, (g, w) in enumerate(zip(results, expected_results)):
             error = relative_error(g, w)
             if not error <= worst.error:
-                worst = Comparison(error, f"result {i}" if len(wants) > 1 else "")
+                worst = Comparison(error, f"result {i}" if len(expected_results) > 1 else "")
         return worst
 
     # -- structure
@@ -241,6 +283,23 @@ class Op(Scratch):
         own = {value.format for _, value in self.items() if isinstance(value, Weight)}
         return frozenset(own.union(*(child.formats() for _, child in self.children())))
 
+    def extensions(self) -> frozenset[str]:
+        """Extensions that this op and all ops below use; `extension` tells what they are. Its own kind does not count:
+        whoever wrote a kernel for it knows it."""
+        return self.once("extensions", self._find_extensions)
+
+    def _find_extensions(self) -> frozenset[str]:
+        return self.own_extensions().union(*(child.extensions_below() for _, child in self.children()))
+
+    def own_extensions(self) -> frozenset[str]:
+        """Those among `extensions` that its own fields use."""
+        defaults = self._extension_fields
+        return frozenset(f"{self.name}.{name}" for name, value in defaults.items() if getattr(self, name) != value)
+
+    def extensions_below(self) -> frozenset[str]:
+        """As `extensions`, seen by a kernel of an op above: its own kind counts."""
+        return self.extensions() | {self.name} if self.is_extension else self.extensions()
+
     def activation_quants(self) -> frozenset[str]:
         """Formats ("fp8", "int8") that the checkpoint requests for the activations multiplied by the quantized weights
         of this op and all ops below; "" stands for quantized weights without such a request."""
@@ -275,6 +334,14 @@ class Key(tuple[Any, ...]):
 def values(weight: torch.Tensor | QTensor) -> torch.Tensor:
     """A weight's values in float32, dequantized if necessary."""
     return weight.dequantize() if isinstance(weight, QTensor) else weight.float()
+
+
+def expert_values(weight: Any, expert: int) -> torch.Tensor:
+    """One expert's values of a stack `[E, N, K]` in float32 `[N, K]`, dequantized if necessary."""
+    if isinstance(weight, torch.Tensor):
+        return weight[expert].float()
+    zero = None if weight.zero is None else weight.zero[expert]
+    return dataclasses.replace(weight, data=weight.data[expert], scale=weight.scale[expert], zero=zero).dequantize()
 
 
 def as_tuple(result: Any) -> tuple[Any, ...]:

@@ -65,25 +65,33 @@ def to_host(value: Any, *, widen: bool = False) -> Any:
     return value
 
 
-def oracle_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def oracle_arguments(
+    args: tuple[Any, ...], through: Callable[[KVRequest], Stored | None] = lambda request: None
+) -> tuple[Any, ...]:
     """Arguments for the oracle: float32 host tensors, the batch on the host, caches as `OracleKV` with equal contents.
 
     Call it before the kernel runs, because the kernel changes the caches.
-    """
-    batch = next((a for a in args if isinstance(a, Batch)), None)
 
-    def mirror(kv: LayerKV) -> OracleKV:
-        assert batch is not None, "a cache without a batch"
+    Args:
+        args: a kernel's arguments.
+        through: what rounds the entries that are written to a cache from then on; None: they stay as they are.
+    """
+    step = next((a for a in args if isinstance(a, Batch)), None)
+
+    def mirror(kv: LayerKV, number: int = 0) -> OracleKV:
+        assert step is not None, "a cache without a batch"
+        batch = step.for_table(number)
         tables = to_host(batch.block_tables)
         twin = OracleKV(kv.request, kv.block_tokens, (int(tables.max()) + 1) * kv.block_tokens)
         for i, n in enumerate(batch.lens().seq_lens):
             if n:
                 twin.write(twin.slots_of(tables[i], n), *to_host(kv.read(batch.block_tables[i], n), widen=True))
+        twin.through = through(kv.request)
         return twin
 
     def to_oracle(arg: Any) -> Any:
         if isinstance(arg, KVCache):
-            return replace(arg, layers=tuple(map(mirror, arg.layers)))
+            return replace(arg, layers=tuple(map(mirror, arg.layers, arg.list_tables())))
         return mirror(arg) if isinstance(arg, LayerKV) else to_host(arg, widen=True)
 
     return tuple(map(to_oracle, args))

@@ -124,7 +124,7 @@ def invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(cumulative, share[:, None], right=True)[:, 0].clamp(max=weights.shape[-1] - 1)
 
 
-def filtered_weights(
+def compute_filtered_weights(
     logits: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor | None,
@@ -174,6 +174,7 @@ class SampleTokens(Op, name="sample"):
     Source: top-k, arXiv 1805.04833; nucleus, arXiv 1904.09751; min-p, arXiv 2407.01082.
     """
 
+    compares_entries = False
     tolerance = {torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 0.0}
 
     def __call__(
@@ -189,7 +190,7 @@ class SampleTokens(Op, name="sample"):
         if uniform is None:
             return best
         greedy = (temperature <= 0) | ~logits.gather(1, best[:, None])[:, 0].isfinite()
-        weights, ids = filtered_weights(logits, temperature.masked_fill(greedy, 1.0), top_k, top_p, min_p)
+        weights, ids = compute_filtered_weights(logits, temperature.masked_fill(greedy, 1.0), top_k, top_p, min_p)
         chosen = invert(weights, uniform)
         return torch.where(greedy, best, chosen if ids is None else ids.gather(1, chosen[:, None])[:, 0])
 

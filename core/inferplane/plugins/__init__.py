@@ -40,7 +40,7 @@ def host() -> PluginHost:
     spec = os.environ.get(VARIABLE)
     found, listed = discover(spec), parse(spec).modules
     # Report an item without effect once per process; `inferplane doctor` reports it too.
-    for record in found.quarantined():
+    for record in found.list_quarantined():
         if record.entry_point in listed:
             log.warning("%s names a plugin that is quarantined: %s. To do: %s.", VARIABLE, record, record.remedy)
     for note in found.notes():

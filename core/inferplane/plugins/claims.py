@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from inferplane.plugins.records import OURS, Claim, Quarantined, family, normalized, quarantine
+from inferplane.plugins.records import OURS, Claim, Quarantined, family, normalize_name, quarantine
 from inferplane.plugins.selection import VARIABLE, PluginSelection
 
 
@@ -39,12 +39,12 @@ def settle(claims: Sequence[Claim], choice: PluginSelection, *, devices: bool) -
     outcome = Settlement()
     parties: dict[str, dict[str, list[Claim]]] = defaultdict(lambda: defaultdict(list))
     for claim in claims:
-        parties[claim.name][normalized(claim.origin.distribution)].append(claim)
+        parties[claim.name][normalize_name(claim.origin.distribution)].append(claim)
     if devices:
         for claim in claims:
             head = family(claim.name)
             if head in parties:
-                parties[head][normalized(claim.origin.distribution)].append(claim)
+                parties[head][normalize_name(claim.origin.distribution)].append(claim)
     for name in sorted(parties):
         _settle_one(name, parties[name], choice.claims.get(name), devices, outcome)
     return outcome

@@ -9,17 +9,16 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from inferplane.errors import DeviceError, InferplaneError, PluginError, UsageError
+from inferplane.errors import DeviceError, InferplaneError, PluginError, UsageError, in_words
 from inferplane.plugins.claims import Settlement
 from inferplane.plugins.records import (
     DeviceEntry,
     Quarantined,
     Stage,
+    call_guarded,
     family,
-    guarded,
-    in_words,
+    is_same_distribution,
     quarantine,
-    same_distribution,
 )
 from inferplane.plugins.registration import AUTO, unfit
 from inferplane.plugins.selection import VARIABLE, PluginSelection
@@ -54,7 +53,7 @@ class Devices:
 
     def entries(self) -> list[DeviceEntry]:
         """Every device that loads, probed, sorted by name."""
-        return self._loaded(self.names)
+        return self._load_entries(self.names)
 
     def choose(self, device: str) -> DeviceEntry:
         """Return the available device that `device` names.
@@ -64,7 +63,7 @@ class Devices:
         """
         if device == AUTO:
             return self._choose_auto()
-        entry = self._named(device)
+        entry = self._find_exact(device)
         if entry is None:
             entry = self._variant(device, explain=False)
         if not entry.probe.available:
@@ -76,7 +75,7 @@ class Devices:
         in-tree variant with the highest rank and log a warning."""
         if device == AUTO:
             return self._choose_auto()
-        return self._named(device) or self._variant(device, explain=True)
+        return self._find_exact(device) or self._variant(device, explain=True)
 
     def instance(self, entry: DeviceEntry, index: int = 0) -> Backend:
         """Make a backend for the device with this index.
@@ -91,7 +90,7 @@ class Devices:
         seen = entry.probe.devices
         if entry.probe.available and seen is not None and index >= seen:
             raise DeviceError(f"No device {entry.name!r} has index {index}.", there_is=f"{seen}, counted from 0")
-        made, error = guarded(partial(self._classes[entry.name], index))
+        made, error = call_guarded(partial(self._classes[entry.name], index))
         if error is not None:
             raise self.fail(entry.name, "load", error) from error
         return made
@@ -110,7 +109,7 @@ class Devices:
 
     # -- one device
 
-    def _loaded(self, names: Iterable[str]) -> list[DeviceEntry]:
+    def _load_entries(self, names: Iterable[str]) -> list[DeviceEntry]:
         """The entries of these devices, without those that fail to load."""
         found = []
         for name in names:
@@ -138,7 +137,7 @@ class Devices:
     def _load(self, name: str) -> type[Backend]:
         if name not in self._classes:
             target = self._claims[name].target
-            found, error = guarded(partial(import_target, target)) if isinstance(target, str) else (target, None)
+            found, error = call_guarded(partial(import_target, target)) if isinstance(target, str) else (target, None)
             if error is not None:
                 raise self.fail(name, "load", error) from error
             if problem := unfit(name, found):
@@ -147,7 +146,7 @@ class Devices:
         return self._classes[name]
 
     def _probe(self, name: str, backend: type[Backend]) -> Probe:
-        found, error = guarded(backend.probe)
+        found, error = call_guarded(backend.probe)
         if error is None and isinstance(found, Probe):
             return found
         reason = "its probe " + (f"returned {found!r}, not a Probe" if error is None else f"raised {in_words(error)}")
@@ -157,7 +156,7 @@ class Devices:
 
     # -- names
 
-    def _named(self, device: Any) -> DeviceEntry | None:
+    def _find_exact(self, device: Any) -> DeviceEntry | None:
         """The device of exactly this name; None if it is the name of a family."""
         if not isinstance(device, str) or not device:
             raise UsageError(f"device={device!r} is not a device's name.", there_is=", ".join(self.names))
@@ -183,10 +182,10 @@ class Devices:
         chosen = self._choice.claims.get(device)
         if chosen is None:
             return names
-        return [name for name in names if same_distribution(self._claims[name].origin.distribution, chosen)]
+        return [name for name in names if is_same_distribution(self._claims[name].origin.distribution, chosen)]
 
     def _variant(self, device: str, *, explain: bool) -> DeviceEntry:
-        entries = self._loaded(self._variants(device))
+        entries = self._load_entries(self._variants(device))
         available = [entry for entry in entries if entry.probe.available]
         if len(available) == 1:
             return available[0]

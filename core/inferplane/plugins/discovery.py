@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from inferplane.errors import in_words
 from inferplane.plugins.hookspecs import API_VERSION, HOOKS, PROJECT
 from inferplane.plugins.records import (
     OURS,
@@ -26,11 +27,10 @@ from inferplane.plugins.records import (
     Origin,
     Quarantined,
     Rejected,
-    guarded,
-    in_words,
-    normalized,
+    call_guarded,
+    is_same_distribution,
+    normalize_name,
     quarantine,
-    same_distribution,
 )
 from inferplane.plugins.selection import VARIABLE, PluginSelection
 
@@ -38,6 +38,7 @@ GROUP = "inferplane.plugins"
 """The entry-point group."""
 
 _UNKNOWN = "unknown"
+_Points = list[metadata.EntryPoint]
 _VALUE = re.compile(r"\w+(\.\w+)*\s*(:\s*\w+(\.\w+)*\s*)?(\[.*\]\s*)?")
 _SOURCE_TREE = Path(__file__).resolve().parents[3] / "backends"
 
@@ -64,24 +65,24 @@ def find(
     used: set[str] = set()
     sources: list[tuple[Origin, Callable[[], Any]]] = []
     if not choice.only:
-        for point in _installed(quarantined) if entry_points is None else entry_points:
+        for point in _find_entry_points(quarantined) if entry_points is None else entry_points:
             if (item := choice.excludes(point.name)) is not None:
                 used.add(item)
             else:
                 sources.append((_origin_of(point), partial(_load_point, point)))
-    sources.sort(key=lambda source: (normalized(source[0].distribution), source[0].entry_point, source[0].module))
+    sources.sort(key=lambda source: (normalize_name(source[0].distribution), source[0].entry_point, source[0].module))
     sources += [(_origin_of_module(item), partial(_load_module, item)) for item in choice.modules]
     seen: list[tuple[Any, str]] = []
     for origin, load in sources:
-        plugin, error = guarded(load)
+        plugin, error = call_guarded(load)
         if error is not None:
             quarantined.append(quarantine(origin, "import", error))
             continue
-        distribution = normalized(origin.distribution)
+        distribution = normalize_name(origin.distribution)
         if any(plugin is other and (origin.listed or distribution == first) for other, first in seen):
             continue  # both installed and listed, or under two entry points: it is one plugin
         seen.append((plugin, distribution))
-        candidate, error = guarded(partial(_examine, plugin, origin))
+        candidate, error = call_guarded(partial(_examine, plugin, origin))
         if error is None:
             candidates.append(candidate)
         else:
@@ -89,28 +90,28 @@ def find(
     return candidates, quarantined, used
 
 
-def installed(group: str) -> Iterator[tuple[metadata.Distribution, list[metadata.EntryPoint], BaseException | None]]:
+def find_distributions(group: str) -> Iterator[tuple[metadata.Distribution, _Points, BaseException | None]]:
     """Each distribution with its entry points of a group, or the exception from reading them. `metadata.entry_points`
     fails entirely if the file of one distribution is malformed."""
     seen: set[str] = set()
     for distribution in metadata.distributions():
-        text, _ = guarded(partial(distribution.read_text, "entry_points.txt"))
+        text, _ = call_guarded(partial(distribution.read_text, "entry_points.txt"))
         if not text or group not in text:
             continue
         name = _header(distribution, "Name")
-        if normalized(name) in seen and name != _UNKNOWN:  # a second copy later in sys.path
+        if normalize_name(name) in seen and name != _UNKNOWN:  # a second copy later in sys.path
             continue
-        seen.add(normalized(name))
-        points, error = guarded(partial(_points_of, distribution, group))
+        seen.add(normalize_name(name))
+        points, error = call_guarded(partial(_points_of, distribution, group))
         yield distribution, points or [], error
 
 
-def _points_of(distribution: metadata.Distribution, group: str) -> list[metadata.EntryPoint]:
+def _points_of(distribution: metadata.Distribution, group: str) -> _Points:
     return [point for point in distribution.entry_points if point.group == group]
 
 
-def _installed(quarantined: list[Quarantined]) -> Iterator[metadata.EntryPoint]:
-    for distribution, points, error in installed(GROUP):
+def _find_entry_points(quarantined: list[Quarantined]) -> Iterator[metadata.EntryPoint]:
+    for distribution, points, error in find_distributions(GROUP):
         if error is not None:
             name = _header(distribution, "Name")
             origin = Origin(name, _header(distribution, "Version"), "entry_points.txt", "")
@@ -120,7 +121,7 @@ def _installed(quarantined: list[Quarantined]) -> Iterator[metadata.EntryPoint]:
 
 
 def _header(distribution: metadata.Distribution, header: str) -> str:
-    value, _ = guarded(lambda: distribution.metadata[header])
+    value, _ = call_guarded(lambda: distribution.metadata[header])
     return str(value) if value else _UNKNOWN
 
 
@@ -129,22 +130,22 @@ def _origin_of(point: metadata.EntryPoint) -> Origin:
     if point.dist is None:
         return Origin(module.partition(".")[0], "(not installed)", point.name, module)
     name = _header(point.dist, "Name")
-    return Origin(name, _header(point.dist, "Version"), point.name, module, in_tree=same_distribution(name, OURS))
+    return Origin(name, _header(point.dist, "Version"), point.name, module, in_tree=is_same_distribution(name, OURS))
 
 
 def _origin_of_module(item: str) -> Origin:
     """The origin of a listed module, without importing it: from the file system and installed wheels."""
     module = item.partition(":")[0]
     top = module.partition(".")[0]
-    spec, _ = guarded(lambda: importlib.util.find_spec(top))
+    spec, _ = call_guarded(lambda: importlib.util.find_spec(top))
     places = [*(spec.submodule_search_locations or ()), spec.origin or ""] if spec else []
     if any(_SOURCE_TREE in Path(place).resolve().parents for place in places if place):
-        version, _ = guarded(lambda: metadata.version(OURS))
+        version, _ = call_guarded(lambda: metadata.version(OURS))
         return Origin(OURS, version or "(source tree)", item, module, in_tree=True, listed=True)
-    names, _ = guarded(lambda: metadata.packages_distributions().get(top, []))
+    names, _ = call_guarded(lambda: metadata.packages_distributions().get(top, []))
     if names:
-        version, _ = guarded(lambda: metadata.version(names[0]))
-        ours = same_distribution(names[0], OURS)
+        version, _ = call_guarded(lambda: metadata.version(names[0]))
+        ours = is_same_distribution(names[0], OURS)
         return Origin(names[0], version or _UNKNOWN, item, module, in_tree=ours, listed=True)
     return Origin(top, "(not installed)", item, module, listed=True)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata as metadata
+import json
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -14,13 +17,13 @@ import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from inferplane.errors import first_of
-from inferplane.plugins.discovery import installed
+from inferplane.errors import InferplaneError, first_of, in_words, install_hint
+from inferplane.plugins.discovery import find_distributions
 from inferplane.plugins.hookspecs import API_VERSION
 from inferplane.plugins.host import PluginHost
-from inferplane.plugins.records import OURS, DeviceEntry, guarded, in_words
+from inferplane.plugins.records import OURS, call_guarded
 from inferplane.plugins.selection import VARIABLE
-from inferplane.types import Memory, Presence
+from inferplane.types import HOST, Backend, DeviceState, Memory, Presence
 from inferplane.types.backend import host_memory
 
 Status = Literal["ok", "warn", "fail"]
@@ -31,6 +34,9 @@ _OF_PRESENCE: dict[Presence, Status] = {
     Presence.BROKEN: "fail",
 }
 _SMALL_HOST_CORES = 8
+OPEN_TIMEOUT_S = 120
+"""Seconds after which opening a device in a process of its own is given up."""
+_OPEN = "import sys; from inferplane.plugins import doctor; doctor.print_opened(sys.argv[1])"
 EXTRAS = {
     "serving": "inferplane serve",
     "constrained": "text held to a schema, a regular expression or a grammar",
@@ -79,8 +85,8 @@ def doctor(host: PluginHost, *, open_devices: bool = False) -> Report:
 
     Args:
         host: the plugin host. Its devices are loaded and probed.
-        open_devices: also open each available device, which imports its runtime and allocates on it. This shows its
-            name, architecture and memory, and whether it works.
+        open_devices: also open each available device, which shows its name, architecture and memory, and whether it
+            works. One that is not the host imports its runtime and allocates, so it is opened in a process of its own.
     """
     devices = list(_devices(host, open_devices))  # first, because loading devices may quarantine plugins
     return Report((*_python(), *_extras(), *_plugins(host), *devices, *_host()))
@@ -91,7 +97,7 @@ def _python() -> Iterator[Line]:
     facts = [(name, value) for name, value in vars(torch.version).items() if isinstance(value, str)]
     build = ", ".join(f"{name} {value}" for name, value in facts if name[0] != "_" and name != "git_version")
     yield Line("torch", "ok", torch.__version__ + (f" ({build})" if build else ""))
-    loaders = [point for _, points, _ in installed("torch.backends") for point in points]
+    loaders = [point for _, points, _ in find_distributions("torch.backends") for point in points]
     if loaders and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0":
         names = ", ".join(sorted({point.value for point in loaders}))
         yield Line(
@@ -100,7 +106,7 @@ def _python() -> Iterator[Line]:
             f"`import torch` also imports {names}; one whose runtime is missing breaks it",
             "set TORCH_DEVICE_BACKEND_AUTOLOAD=0; a backend imports its own runtime",
         )
-    version, error = guarded(partial(metadata.version, "transformers"))
+    version, error = call_guarded(partial(metadata.version, "transformers"))
     if error is None:
         yield Line("transformers", "ok", str(version))
     else:
@@ -109,20 +115,20 @@ def _python() -> Iterator[Line]:
 
 def _extras() -> Iterator[Line]:
     """Which extras of the wheel are complete; nothing if the wheel has no metadata here."""
-    requirements, error = guarded(lambda: [Requirement(line) for line in metadata.requires(OURS) or ()])
+    requirements, error = call_guarded(lambda: [Requirement(line) for line in metadata.requires(OURS) or ()])
     for extra, use in EXTRAS.items() if error is None else ():
         chosen = [r for r in requirements if r.marker is not None and r.marker.evaluate({"extra": extra})]
         packages = {r.name: r.specifier for r in chosen}
         lacking = [name for name, versions in packages.items() if not _has(name, versions)]
         if lacking:
-            remedy = f"pip install '{OURS}[{extra}]' if you need it"
+            remedy = f"{install_hint(extra)} if you need it"
             yield Line(f"extra {extra}", "warn", f"for {use}: lacks {first_of(lacking)}", remedy)
         elif packages:
             yield Line(f"extra {extra}", "ok", f"for {use}")
 
 
 def _has(name: str, versions: SpecifierSet) -> bool:
-    found, error = guarded(partial(metadata.version, name))
+    found, error = call_guarded(partial(metadata.version, name))
     return error is None and bool(versions.contains(str(found), prereleases=True))
 
 
@@ -134,7 +140,7 @@ def _plugins(host: PluginHost) -> Iterator[Line]:
         api = f"{plugin.api[0]}.{plugin.api[1]}"
         what = ", ".join(hook.removeprefix("inferplane_") for hook in plugin.hooks)
         yield Line(f"plugin {plugin.origin.entry_point}", "ok", f"{plugin.origin}, API {api}: {what}")
-    for record in host.quarantined():
+    for record in host.list_quarantined():
         if record.stage == "probe":
             continue  # the line of the device has it
         status: Status = "warn" if record.stage == "claim" else "fail"
@@ -152,23 +158,65 @@ def _devices(host: PluginHost, open_devices: bool) -> Iterator[Line]:
         if probe.versions:
             detail += "; " + ", ".join(f"{name} {version}" for name, version in probe.versions.items())
         status = "warn" if probe.available and probe.remedy else _OF_PRESENCE[probe.presence]
-        yield Line(f"device {entry.name}", status, detail, probe.remedy)
+        opened = []
         if open_devices and probe.available:
-            yield _opened(host, entry)
+            on_host = entry.torch_device == HOST
+            opened = [open_device(entry.name, host) if on_host else _open_elsewhere(entry.name)]
+        failed = any(line.status == "fail" for line in opened)
+        yield Line(f"device {entry.name}", "fail" if failed else status, detail, probe.remedy)
+        yield from opened
     if not any(entry.probe.available for entry in entries):
         yield Line("devices", "fail", "none is available", "follow a remedy above, or install a device's plugin")
 
 
-def _opened(host: PluginHost, entry: DeviceEntry) -> Line:
-    state, error = guarded(lambda: host.backend(entry.name).open())
-    if error is not None:
-        return Line(f"device {entry.name}", "fail", f"cannot be opened: {in_words(error)}", entry.probe.remedy)
-    words, error = guarded(lambda: f"{state.name}, {state.arch}, {_in_gib(state.memory)}")
-    return Line(f"device {entry.name}", "fail" if error else "ok", in_words(error) if error else words)
+def open_device(name: str, host: PluginHost) -> Line:
+    """Open a device in this process; the line says what it is, or why it cannot be opened."""
+    state, error = call_guarded(lambda: _open(host.backend(name)))
+    if error is None:
+        return Line(f"device {name}", "ok", f"{state.name}, {state.arch}, {_in_gib(state.memory)}")
+    if isinstance(error, InferplaneError):
+        return Line(f"device {name}", "fail", f"cannot be opened: {error.what}", error.remedy or _REPORT)
+    return Line(f"device {name}", "fail", f"cannot be opened: {in_words(error)}", _REPORT)
+
+
+_REPORT = "correct the plugin, or report it to its author"
+
+
+def _open(backend: Backend) -> DeviceState:
+    state = backend.open()
+    if not isinstance(state, DeviceState):
+        raise TypeError(f"{type(backend).__name__}.open() returned {state!r}, not a DeviceState")
+    return state
+
+
+def _open_elsewhere(name: str) -> Line:
+    """`open_device` in another process, which survives a runtime that hangs or crashes."""
+    command = [sys.executable, "-c", _OPEN, name]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, errors="replace", timeout=OPEN_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        reason = f"it takes more than {OPEN_TIMEOUT_S} s"
+    else:
+        if done.returncode == 0:
+            return Line(**json.loads(done.stdout.splitlines()[-1]))
+        last = (done.stderr.splitlines() or [""])[-1]
+        by_signal = f"{signal.Signals(-done.returncode).name} ended its process" if done.returncode < 0 else ""
+        reason = by_signal or last or f"its process ended with exit code {done.returncode}"
+    return Line(f"device {name}", "fail", f"cannot be opened: {reason}", _REPORT)
+
+
+def print_opened(name: str) -> None:
+    """Print the line of `open_device` as JSON: the other process's part of the report."""
+    from inferplane.plugins import host
+
+    print(json.dumps(asdict(open_device(name, host()))))
 
 
 def _host() -> Iterator[Line]:
-    memory, error = guarded(host_memory)
+    memory, error = call_guarded(host_memory)
     if error is None:
         yield Line("host memory", "ok", _in_gib(memory))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.sysconf("SC_NPROCESSORS_ONLN")

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 import pluggy
 
-from inferplane.types import Backend, Kernel
+from inferplane.types import Backend, Kernel, WeightFormat
 
 PROJECT = "inferplane"
-API_VERSION = (1, 0)
-"""(major, minor). A plugin states the version it was written for: `INFERPLANE_API = (1, 0)`. Another major is refused.
+API_VERSION = (1, 1)
+"""(major, minor). A plugin states the version it was written for: `INFERPLANE_API = (1, 1)`. Another major is refused.
 A newer minor is refused too, because the plugin may use names that do not exist yet. An older minor works."""
 
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -53,9 +53,11 @@ class RegisterKernels(Protocol):
 
 
 class RegisterQuantization(Protocol):
-    """`register(name, target)`: a reader of a checkpoint's weight format, or its dotted name."""
+    """`register(method, target)`: the weight format of checkpoints whose config names this `quant_method`: a
+    `WeightFormat`, a reader `(source, name, shard) -> QTensor`, a function of the config's `quantization_config` that
+    returns one of them, or the dotted name of any of these."""
 
-    def __call__(self, name: str, target: str | Callable[..., Any]) -> None: ...
+    def __call__(self, name: str, target: str | WeightFormat | Callable[..., Any]) -> None: ...
 
 
 class RegisterModel(Protocol):
@@ -76,7 +78,7 @@ def inferplane_register_kernels(register: RegisterKernels) -> None:
 
 @hookspec
 def inferplane_register_quantization(register: RegisterQuantization) -> None:
-    """Register readers of quantized weight formats."""
+    """Register weight formats by the `quant_method` of the checkpoints that have them."""
 
 
 @hookspec

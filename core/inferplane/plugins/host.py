@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata as metadata
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -15,17 +16,19 @@ from inferplane.plugins import discovery, hookspecs
 from inferplane.plugins.claims import settle
 from inferplane.plugins.devices import Devices
 from inferplane.plugins.hookspecs import PROJECT, Event
+from inferplane.plugins.old_kernels import with_stack_kernels
 from inferplane.plugins.records import (
+    OURS,
     Claim,
     DeviceEntry,
     LoadedPlugin,
     Quarantined,
     Stage,
-    guarded,
+    call_guarded,
+    is_same_distribution,
     quarantine,
-    same_distribution,
 )
-from inferplane.plugins.registration import REGISTER_HOOKS, Registrations, checked_kernels
+from inferplane.plugins.registration import REGISTER_HOOKS, Registrations, check_kernels
 from inferplane.plugins.selection import VARIABLE, PluginSelection
 from inferplane.types import Backend, DeviceState, Kernel
 from inferplane.types.kernel import import_target
@@ -70,10 +73,10 @@ class PluginHost:
         claimed = {claim.name for r in registered for claim in (*r.devices, *r.models, *r.quantization)}
         claimed |= {claim.name.partition(":")[0] for claim in claims}
         for name in sorted((choice.claims.keys() - claimed) | (choice.claims.keys() & devices.vacant.keys())):
-            devices.vacant[name] = self._unserved(name, choice.claims[name])
+            devices.vacant[name] = self._explain_unserved(name, choice.claims[name])
         self._devices = Devices(devices, choice, self._quarantined)
         self._models = {name: claim.target for name, claim in models.winners.items()}
-        self._quantization = {name: claim.target for name, claim in quantization.winners.items()}
+        self._formats = quantization
         self._extra_kernels: list[Claim] = [claim for r in registered for claim in r.kernels]
         self._notes = [f"{VARIABLE}: -{item} excludes nothing" for item in sorted(choice.excluded - used)]
         served = {*devices.winners, *devices.vacant}
@@ -117,7 +120,7 @@ class PluginHost:
         Raises:
             DeviceError: the backend raised it. PluginError: it raised another exception, or returned no state.
         """
-        state, error = guarded(backend.open)
+        state, error = call_guarded(backend.open)
         if isinstance(error, InferplaneError):
             raise error
         if error is not None:
@@ -140,26 +143,32 @@ class PluginHost:
                 quarantined and skipped.
         """
         backend = self.backend_for_explain(device) if isinstance(device, str) else device
-        own, error = guarded(lambda: checked_kernels(backend.kernels(), f"{type(backend).__name__}.kernels()"))
+        own, error = call_guarded(lambda: check_kernels(backend.kernels(), f"{type(backend).__name__}.kernels()"))
         if error is not None:
             raise self._devices.fail(backend.name, "kernels", error) from error
         out: list[Kernel] = list(own)
         for claim in list(self._extra_kernels):
             if claim.name != backend.name:
                 continue
-            more, error = guarded(partial(_extra, claim))
+            more, error = call_guarded(partial(_extra, claim))
             if error is None:
                 out += more
             else:
                 self._extra_kernels.remove(claim)
                 self._quarantined.append(quarantine(claim.origin, "kernels", error, devices=()))
                 log.warning("kernels for %r are skipped: %s", claim.name, self._quarantined[-1])
-        return out
+        return with_stack_kernels(out)
 
     def origin(self, kernel: Kernel, backend: Backend) -> str:
-        """The distribution and version that a kernel of `kernels(backend)` comes from, for messages."""
+        """The distribution and version that a kernel of `kernels(backend)` comes from, for messages. A kernel of core
+        (`inferplane.kernels`) is core's, whichever backend declares it."""
+        target = kernel.target
+        module = target.partition(":")[0] if isinstance(target, str) else getattr(target, "__module__", "")
+        if f"{module}.".startswith(f"{OURS}."):
+            version, _ = call_guarded(lambda: metadata.version(OURS))
+            return f"{OURS} {version or '(source tree)'}"
         for claim in self._extra_kernels:
-            more, error = guarded(partial(_extra, claim))
+            more, error = call_guarded(partial(_extra, claim))
             if error is None and any(k is kernel or k.name == kernel.name for k in more):
                 return f"{claim.origin.distribution} {claim.origin.version}"
         entry = next((d for d in self.devices() if d.name == backend.name), None)
@@ -170,13 +179,23 @@ class PluginHost:
         return dict(self._models)
 
     def quantization(self) -> dict[str, str | Callable[..., Any]]:
-        """Name of a weight format -> its reader, or its dotted name."""
-        return dict(self._quantization)
+        """Quantization method -> the weight format that a plugin registered for it, or its dotted name."""
+        return {name: claim.target for name, claim in self._formats.winners.items()}
+
+    def vacant_formats(self) -> dict[str, str]:
+        """Quantization method that several plugins registered -> why none of them reads it, as a sentence."""
+        return dict(self._formats.vacant)
+
+    def fail_format(self, method: str, error: BaseException | str) -> PluginError:
+        """Quarantine a weight format that failed, and return the error for the caller."""
+        record = quarantine(self._formats.winners[method].origin, "format", error, devices=())
+        self._quarantined.append(record)
+        return record.error(f"weight format {method!r}")
 
     def emit(self, event: Event) -> None:
         """Call every observer. One that raises is quarantined and not called again; its devices continue to work."""
         for hook in self._manager.hook.inferplane_on_event.get_hookimpls():
-            _, error = guarded(partial(hook.function, event))
+            _, error = call_guarded(partial(hook.function, event))
             if error is not None:
                 carrier = cast(_Carrier, hook.plugin)
                 self._manager.unregister(carrier)
@@ -189,7 +208,7 @@ class PluginHost:
         """Working plugins, in order of distribution and entry point."""
         return list(self._plugins)
 
-    def quarantined(self) -> list[Quarantined]:
+    def list_quarantined(self) -> list[Quarantined]:
         """Quarantined items in order of discovery; the list grows when devices are loaded and probed."""
         return list(self._quarantined)
 
@@ -205,10 +224,10 @@ class PluginHost:
         registrations = Registrations(plugin.origin)
         carrier = _Carrier(plugin, candidate.functions)
         stage: Stage = "validate"
-        _, error = guarded(partial(self._manager.register, carrier, name=f"{plugin.origin}#{id(carrier)}"))
+        _, error = call_guarded(partial(self._manager.register, carrier, name=f"{plugin.origin}#{id(carrier)}"))
         if error is None:
             stage = "register"
-            _, error = guarded(partial(self._run, carrier, registrations))
+            _, error = call_guarded(partial(self._run, carrier, registrations))
         registrations.close()
         if error is None:
             return registrations
@@ -226,13 +245,13 @@ class PluginHost:
                 if hook.plugin is carrier:
                     hook.function(registrations.callback(name))
 
-    def _unserved(self, name: str, distribution: str) -> str:
+    def _explain_unserved(self, name: str, distribution: str) -> str:
         """Why the distribution that the user chose for a name does not serve it."""
-        records = [str(r) for r in self._quarantined if same_distribution(r.distribution, distribution)]
+        records = [str(r) for r in self._quarantined if is_same_distribution(r.distribution, distribution)]
         state = f"is quarantined: {'; '.join(records)}" if records else "is not installed or does not serve it"
         return f"{VARIABLE} gives it to {distribution}, which {state}"
 
 
 def _extra(claim: Claim) -> list[Kernel]:
     kernels = import_target(claim.target)() if isinstance(claim.target, str) else claim.target
-    return checked_kernels(kernels, f"{claim.origin}: kernels for {claim.name!r}")
+    return check_kernels(kernels, f"{claim.origin}: kernels for {claim.name!r}")

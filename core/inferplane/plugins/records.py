@@ -8,18 +8,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from inferplane.errors import PluginError
+from inferplane.errors import PluginError, in_words, place_of
 from inferplane.types import Probe
 
 OURS = "inferplane"
 """The distribution whose plugins are in-tree."""
 
 Stage = Literal[
-    "metadata", "import", "validate", "api-version", "register", "claim", "load", "probe", "open", "kernels", "event"
+    "metadata",
+    "import",
+    "validate",
+    "api-version",
+    "register",
+    "claim",
+    "load",
+    "probe",
+    "open",
+    "kernels",
+    "format",
+    "event",
 ]
 """Where a plugin failed: reading its entry points; importing it; checking its hooks; its API version; its register
 hooks; a name that another plugin serves; importing its backend; its probe; opening its device; its list of kernels; its
-observer."""
+observer; its weight format."""
 
 
 @dataclass(frozen=True)
@@ -156,25 +167,18 @@ def quarantine(
     else:
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         if isinstance(error, PluginError):  # raised by a `register` callback
-            reason, remedy = error.what.rstrip("."), error.remedy
+            reason, remedy = error.what.rstrip(".") + place_of(error), error.remedy
         else:
             reason = in_words(error)
-    leave_out = f"take {origin.entry_point} off" if origin.listed else f"leave it out by -{origin.entry_point} in"
-    remedy = remedy or f"report it to the author of {origin.distribution}, or {leave_out} INFERPLANE_PLUGINS"
+    mend = f"report it to the author of {origin.distribution}, or leave it out by -{origin.entry_point} in"
+    if origin.listed:  # perhaps the user's own
+        mend = f"correct {origin.module}, or take {origin.entry_point} off"
+    remedy = remedy or f"{mend} INFERPLANE_PLUGINS"
     devices = origin.likely_devices() if devices is None else devices
     return Quarantined(stage, origin.distribution, origin.version, origin.entry_point, devices, reason, remedy, trace)
 
 
-def in_words(error: BaseException) -> str:
-    """The type and message of an exception on one line."""
-    try:
-        words = " ".join(str(error).split())
-    except Exception:  # __str__ of the exception may be code of the plugin
-        words = ""
-    return f"{type(error).__name__}: {words}" if words else type(error).__name__
-
-
-def guarded(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+def call_guarded(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     """Return the result of `call` and None, or None and its exception. Catches `sys.exit` too, but not Ctrl-C."""
     try:
         return call(), None
@@ -188,11 +192,11 @@ def family(name: str) -> str | None:
     return head if colon else None
 
 
-def same_distribution(one: str, other: str) -> bool:
+def is_same_distribution(one: str, other: str) -> bool:
     """True if two names mean the same distribution: case and `-`, `_`, `.` do not matter."""
-    return normalized(one) == normalized(other)
+    return normalize_name(one) == normalize_name(other)
 
 
-def normalized(distribution: str) -> str:
+def normalize_name(distribution: str) -> str:
     """The name of a distribution in the form that package indexes compare."""
     return re.sub(r"[-_.]+", "-", distribution).lower()

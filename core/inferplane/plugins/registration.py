@@ -9,7 +9,7 @@ from typing import Any
 from inferplane.errors import PluginError
 from inferplane.plugins.hookspecs import HOOKS
 from inferplane.plugins.records import Claim, Origin
-from inferplane.types import Backend, Kernel
+from inferplane.types import Backend, Kernel, WeightFormat
 
 AUTO = "auto"
 """The value of `device=` for "the preferred available device"; no plugin may register this name."""
@@ -69,18 +69,19 @@ class Registrations:
             if not _DOTTED.fullmatch(kernels):
                 raise PluginError(f'kernels for {device!r}: {kernels!r} is not a dotted name "module:function".')
         else:
-            kernels = checked_kernels(kernels, f"kernels for {device!r}")
+            kernels = check_kernels(kernels, f"kernels for {device!r}")
         self._add(self.kernels, "", device, kernels)
 
-    def _quantization(self, name: str, target: str | Callable[..., Any]) -> None:
-        self._named(self.quantization, "quantization", name, target)
+    def _quantization(self, name: str, target: str | WeightFormat | Callable[..., Any]) -> None:
+        self._add_named(self.quantization, "quantization", name, target)
 
     def _model(self, architecture: str, target: str | Callable[..., Any]) -> None:
-        self._named(self.models, "architecture", architecture, target)
+        self._add_named(self.models, "architecture", architecture, target)
 
-    def _named(self, into: list[Claim], what: str, name: str, target: str | Callable[..., Any]) -> None:
+    def _add_named(self, into: list[Claim], what: str, name: str, target: Any) -> None:
         _check(name, _WORD, what, "letters, digits, '_', '.', '-'")
-        if not (callable(target) or (isinstance(target, str) and _DOTTED.fullmatch(target))):
+        fits = isinstance(target, WeightFormat) if what == "quantization" else False
+        if not (fits or callable(target) or (isinstance(target, str) and _DOTTED.fullmatch(target))):
             wrong = f'target {target!r} is neither callable nor a dotted name "module:name"'
             raise PluginError(f"{what} {name!r}: {wrong}.")
         self._add(into, what, name, target)
@@ -93,7 +94,7 @@ class Registrations:
         into.append(Claim(name, target, self.origin))
 
 
-def checked_kernels(kernels: Any, what: str) -> list[Kernel]:
+def check_kernels(kernels: Any, what: str) -> list[Kernel]:
     """Return `kernels` as a list.
 
     Raises:

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 
 from inferplane.errors import UsageError
-from inferplane.plugins.records import family, normalized
+from inferplane.plugins.records import family, normalize_name
 
 VARIABLE = "INFERPLANE_PLUGINS"
 
@@ -59,7 +59,7 @@ def parse(spec: str | None) -> PluginSelection:
         elif match := _EXCLUDED.fullmatch(item):
             excluded.add(match[1])
         elif match := _CLAIM.fullmatch(item):
-            name, distribution = match[1], normalized(match[2])
+            name, distribution = match[1], normalize_name(match[2])
             if claims.setdefault(name, distribution) != distribution:
                 wrong.append(f"{item!r} ({name!r} is already given to {claims[name]!r})")
         elif _MODULE.fullmatch(item):

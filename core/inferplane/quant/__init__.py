@@ -9,6 +9,7 @@ from inferplane.quant.online import (
     latent_request,
     quantize_on_load,
 )
+from inferplane.quant.plugged import open_format
 from inferplane.quant.stored import QuantFormats, format_of, read_quant_config
 from inferplane.quant.unpack import IntegerPacking, UnpackedSource
 
@@ -23,6 +24,7 @@ __all__ = [
     "formats_read_by_row",
     "latent_formats",
     "latent_request",
+    "open_format",
     "quantize_on_load",
     "read_fp8_block",
     "read_fp8_row",

@@ -14,9 +14,10 @@ import torch
 from inferplane.binding import Plan, PlanSettings, TensorSource
 from inferplane.errors import CheckpointError, UsageError
 from inferplane.ops import Embedding, MLAAbsorbed, MLAExpanded
-from inferplane.ops.formats import FORMATS, encode, limit, scales
+from inferplane.ops.formats import FORMATS, encode, limit
 from inferplane.quant.stored import FP8_BLOCKS, QuantFormats
 from inferplane.types import PLAIN, ActivationQuant, Kernel, KVRequest, QTensor, Shard
+from inferplane.types.qtensor import scales
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, TypeGuard
 
 from inferplane.binding import FormatReader, TensorSource
-from inferplane.errors import CheckpointError, UnsupportedModelError
+from inferplane.errors import CheckpointError, PluginError, UnsupportedModelError, warn
+from inferplane.ops import FORMATS
 from inferplane.quant.formats import READERS, SUFFIXES
+from inferplane.quant.mxfp4 import MXFP4
+from inferplane.quant.plugged import ShownWeights
 from inferplane.quant.unpack import WEIGHT, IntegerPacking
-from inferplane.types import PLAIN, ActivationQuant
+from inferplane.types import PLAIN, ActivationQuant, WeightFormat
 
 BLOCK = [128, 128]
 UNREAD = ("*.input_scale", "*.activation_scale", "*.input_scale_ub", "*.k_scale", "*.v_scale", "*.input_zero_point")
@@ -47,6 +51,7 @@ class QuantFormats:
         readers: a reader per format.
         unread: shell patterns of tensors that nothing reads.
         packed: how integers are packed; None if they are not.
+        shown: a view of the checkpoint that shows weights of a plugin's format; None where `packed` or nothing does.
     """
 
     format_of: Callable[[str], str] = _plain
@@ -54,22 +59,38 @@ class QuantFormats:
     readers: Mapping[str, FormatReader] = field(default_factory=lambda: READERS)
     unread: tuple[str, ...] = ()
     packed: IntegerPacking | None = None
+    shown: Callable[[TensorSource], TensorSource] | None = None
 
     def view(self, source: TensorSource) -> TensorSource:
         """The checkpoint without packing, as the readers need it."""
+        if self.shown is not None:
+            return self.shown(source)
         return source if self.packed is None else self.packed.view(source)
 
 
-def read_quant_config(settings: Mapping[str, Any] | None, names: Collection[str] | None) -> QuantFormats:
-    """The weight formats that a checkpoint's config and tensor names state.
+PluginFormats = Mapping[str, Callable[[Mapping[str, Any]], WeightFormat]]
+"""Quantization method -> a function of the settings that opens the format that a plugin registered for it."""
+
+
+def read_quant_config(
+    settings: Mapping[str, Any] | None,
+    names: Collection[str] | None,
+    plugins: PluginFormats = MappingProxyType({}),
+    vacant: Mapping[str, str] = MappingProxyType({}),
+) -> QuantFormats:
+    """The weight formats that a checkpoint's config and tensor names state. Methods of core come first; a plugin reads
+    other methods, and settings of core's methods that core does not read.
 
     Args:
         settings: the config's `quantization_config`, or None.
         names: the checkpoint's tensors; None without a checkpoint (dummy weights): the config alone decides.
+        plugins: the formats of plugins.
+        vacant: methods that several plugins registered, each with the reason why none reads it.
 
     Raises:
         CheckpointError: the settings are not an object.
         UnsupportedModelError: the method is not implemented.
+        PluginError: several plugins registered the method, or its plugin failed.
 
     Source: DeepSeek-V3's README_WEIGHTS.md; the configs of compressed-tensors, vLLM's "fp8", fbgemm_fp8, GPTQ, AWQ.
     """
@@ -83,23 +104,38 @@ def read_quant_config(settings: Mapping[str, Any] | None, names: Collection[str]
     if not settings:
         return QuantFormats()
     method = settings.get("quant_method")
+    _check_instructions(str(method), settings)
+    if method == "mxfp4" and names is None:
+        return QuantFormats(lambda name: "mxfp4" if ".experts." in name else PLAIN)
+    if method == "mxfp4":
+        return _of_plugin(method, MXFP4, names)
     known: Mapping[str, Callable[[Mapping[str, Any]], QuantScheme | None]] = {
         "fp8": _fp8,
-        "compressed-tensors": _compressed,
+        "compressed-tensors": _read_compressed,
         "fbgemm_fp8": lambda s: QuantScheme("fp8_row", FP8_ROWS),
         "gptq": _gptq,
         "awq": _awq,
+        "modelopt": lambda s: QuantScheme("fp8_row", FP8_STATIC) if s.get("quant_algo") == "FP8" else None,
     }
     found = known[method](settings) if isinstance(method, str) and method in known else None
+    if found is None and isinstance(method, str) and method in plugins:
+        return _of_plugin(method, plugins[method](settings), names)
+    if found is None and isinstance(method, str) and method in vacant:
+        raise PluginError(
+            f"Quantization method {vacant[method]}.",
+            remedy=f"choose one by INFERPLANE_PLUGINS={method}@DISTRIBUTION, or uninstall the others",
+        )
     if found is None:
+        of_plugins = f"; of plugins: {', '.join(map(repr, sorted(plugins)))}" if plugins else ""
         stated = ", ".join(f"{k} = {settings[k]!r}" for k in SHOWN_SETTINGS if settings.get(k) is not None)
         raise UnsupportedModelError(
             f"Quantization method {method!r}{' with ' if stated else ''}{stated} is not implemented, or not with these "
             "settings.",
             there_is="'fp8' with weight_block_size [128, 128] or a scale a tensor; 'fbgemm_fp8'; 'compressed-tensors' "
             "with FP8 weights in blocks of [128, 128] or with a scale a tensor or channel, or with integers of 4 or "
-            "8 bits; 'gptq' of 4 or 8 bits; 'awq' (gemm) of 4. Integers have a scale a row or 128 columns, symmetric "
-            "ones of 4 bits also 64 or 32; those of 8 bits are symmetric",
+            "8 bits; 'gptq' of 4 or 8 bits; 'awq' (gemm) of 4; 'modelopt' of FP8. Integers have a scale a row or 128 "
+            f"columns, symmetric ones of 4 bits also 64 or 32; those of 8 bits are symmetric; 'mxfp4' as gpt-oss has "
+            f"it{of_plugins}",
             remedy="load an unquantized checkpoint, or add a plugin that registers the format",
         )
     format, quant, packed = found.format, found.activation_quant, found.packed
@@ -111,13 +147,32 @@ def read_quant_config(settings: Mapping[str, Any] | None, names: Collection[str]
         return format if any(n in names for n in there) else PLAIN  # type: ignore[operator]
 
     def by_config(name: str) -> str:
-        parts = name.removesuffix(".weight").split(".")
-        expert = "experts" in parts and parts[-1] in ("w1", "w2", "w3")
-        inside = "self_attn" in parts or "mlp" in parts
-        return format if expert or (inside and parts[-1].endswith(("_proj", "_proj_with_mqa"))) else PLAIN
+        return format if _is_projection(name) else PLAIN
 
     quants = {} if quant is None else {format: quant}
     return QuantFormats(by_config if names is None else by_scales, quants, unread=UNREAD, packed=packed)
+
+
+def _is_projection(name: str) -> bool:
+    """Whether a weight is one that exporters quantize: of an expert, or of a linear layer in attention or MLP."""
+    parts = name.removesuffix(".weight").split(".")
+    expert = "experts" in parts and parts[-1] in ("w1", "w2", "w3")
+    inside = "self_attn" in parts or "mlp" in parts
+    return expert or (inside and parts[-1].endswith(("_proj", "_proj_with_mqa")))
+
+
+def _of_plugin(method: str, plugged: WeightFormat, names: Collection[str] | None) -> QuantFormats:
+    """The weight formats of a checkpoint whose method a plugin reads, or core as if it were one."""
+    format = plugged.kernels_format or method
+    if names is None:  # random weights can be drawn in core's formats only
+        known = format in FORMATS
+        return QuantFormats(lambda name: format if known and _is_projection(name) else PLAIN)
+    weights, shape = frozenset(plugged.weights(names)), plugged.shape
+    return QuantFormats(
+        lambda name: format if name in weights else PLAIN,
+        readers={format: plugged.read},
+        shown=None if shape is None else lambda source: ShownWeights(source, weights, shape),
+    )
 
 
 def format_of(settings: Mapping[str, Any] | None, names: Collection[str] | None) -> Callable[[str], str]:
@@ -135,8 +190,117 @@ class QuantScheme:
     packed: IntegerPacking | None = None
 
 
-SHOWN_SETTINGS = ("bits", "group_size", "sym", "zero_point", "version", "format", "dynamic", "weight_block_size")
+SHOWN_SETTINGS = (
+    "bits", "group_size", "sym", "zero_point", "version", "format", "checkpoint_format", "backend", "dynamic",
+    "weight_block_size", "quant_algo",
+)  # fmt: skip
 """Settings that an error message repeats."""
+
+
+CONFIG_KEYS = (
+    "config_groups", "format", "global_compression_ratio", "ignore", "kv_cache_scheme", "quant_method",
+    "quantization_status", "sparsity_config", "transform_config", "version",
+)  # fmt: skip
+GROUP_KEYS = ("targets", "weights", "input_activations", "output_activations", "format")
+ARGS_KEYS = (
+    "num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic", "actorder", "scale_dtype",
+    "zp_dtype", "observer", "observer_kwargs",
+)  # fmt: skip
+"""Entries of compressed-tensors that are carried out, checked, or without effect on results."""
+ORDERS = (None, "static", "weight", "dynamic", "group", False)
+"""Activation orders of compressed-tensors; `UnpackedSource` checks that columns of a group are adjacent."""
+CORE_METHODS = ("fp8", "fbgemm_fp8", "gptq", "awq", "modelopt", "mxfp4")
+MORE_LAYERS = ("adapter", "rotation", "rotation_configs", "sparsity_config", "transform_config", "transforms")
+"""Entries of other methods that add arithmetic around the quantized layers (GPTQModel, AutoRound)."""
+EXPECTED: Mapping[str, tuple[Any, ...]] = {
+    "act_bits": (16, 32),
+    "activation": (),
+    "act_data_type": ("float", "float16", "bfloat16", "int"),
+    "data_type": ("int", "int_sym", "int_asym"),
+    "expert_dtype": ("fp8",),
+    "extra_config": (),
+    "fmt": ("e4m3", "float8_e4m3fn"),
+    "is_marlin_format": (),
+    "method": CORE_METHODS,
+    "pack_dtype": ("int32", "torch.int32"),
+    "regex_config": (),
+    "super_bits": (),
+    "super_group_size": (),
+}
+"""Entries of other methods that change how weights are read, or what is computed with them, unless they have one of
+these values (AutoRound's other types and its settings a layer, another packing, FP8 of another form)."""
+NO_EFFECT = (
+    "act_dynamic", "act_group_aware", "act_group_size", "act_sym", "activation_scheme", "amp", "auto_mixed_precision",
+    "autoround_version", "backend", "batch_size", "bits", "block_name_to_quantize", "cache_block_outputs",
+    "calibration", "checkpoint_format", "compute_dtype", "damp_auto_increment", "damp_percent", "dataset",
+    "dequantize", "desc_act", "disable_exllama", "do_fuse", "dynamic", "enable_minmax_tuning",
+    "enable_norm_bias_tuning", "enable_quanted_input", "exclude_modules", "exllama_config", "failsafe", "fallback",
+    "format", "fuse_max_seq_len", "gptaq", "gptaq_alpha", "gradient_accumulate_steps", "group_size", "ignore",
+    "ignored_layers", "iters", "kv_cache_group", "lm_head", "low_gpu_mem_usage", "lr", "max_input_length", "meta",
+    "minmax_lr", "model_file_base_name", "model_name_or_path", "model_seqlen", "module_name_preceding_first_block",
+    "modules_in_block_to_quantize", "modules_to_fuse", "modules_to_not_convert", "mse", "not_use_best_mse",
+    "nsamples", "offload_to_disk", "offload_to_disk_path", "packing_format", "pad_token_id", "parallel_packing",
+    "process", "producer", "provider", "q_group_size", "quant_algo", "quant_block_list", "quant_method", "quant_type",
+    "sampler", "scale_dtype", "scale_fmt", "seed", "seqlen", "static_attention_granularity", "static_groups",
+    "static_kv_granularity", "supported_types", "sym", "to_quant_block_names", "tokenizer", "true_sequential",
+    "use_exllama", "v2", "version", "vram_strategy", "w_bit", "weight_block_size", "zero_point",
+)  # fmt: skip
+"""Entries of other methods that are carried out, checked, shown by the tensors' names, or of use to exporters only."""
+KV_CACHE = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_method", "static_kv_dtype")
+
+
+def _check_instructions(method: str, settings: Mapping[str, Any]) -> None:
+    """Refuse what a checkpoint says is to be done with it and that is not done here; warn about scales of the cache.
+
+    Raises:
+        UnsupportedModelError: the instruction, by name.
+    """
+    for key in KV_CACHE:
+        if settings.get(key):
+            warn(f"{key} of the checkpoint is not applied: KV entries are stored as kv_cache_dtype says.")
+    if method == "compressed-tensors":
+        found = _instructions(settings)
+    else:
+        found = ((k, settings.get(k)) for k in (*MORE_LAYERS, *EXPECTED) if settings.get(k) not in EXPECTED.get(k, ()))
+    known = {*KV_CACHE, *MORE_LAYERS, *EXPECTED, *NO_EFFECT}
+    unknown = [k for k, value in settings.items() if k not in known and value] if method in CORE_METHODS else []
+    if unknown:
+        warn(
+            f"quantization_config of the checkpoint has entries that are not known for {method!r} and not applied: "
+            f"{', '.join(map(repr, unknown))[:200]}. If they change results, load a checkpoint without them."
+        )
+    for name, value in found:
+        if value:
+            raise UnsupportedModelError(
+                f"The checkpoint's quantization_config has {name} = {str(value)[:100]}, which is not implemented: "
+                "without it the results would be wrong.",
+                there_is="weights and activations without transforms, sparsity, adapters and quantized outputs",
+                remedy="load a checkpoint that was quantized without it",
+            )
+
+
+def _instructions(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Entries of a compressed-tensors config that are not carried out, with their values; empty values do nothing."""
+    yield from ((key, value) for key, value in settings.items() if key not in CONFIG_KEYS)
+    transforms = settings.get("transform_config")
+    if transforms and (not isinstance(transforms, Mapping) or transforms.get("config_groups", transforms)):
+        yield "transform_config", transforms
+    sparsity = settings.get("sparsity_config")
+    if sparsity and (not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense"):
+        yield "sparsity_config", sparsity
+    groups = settings.get("config_groups")
+    for name, group in groups.items() if isinstance(groups, Mapping) else ():
+        if not isinstance(group, Mapping):
+            continue
+        yield from ((f"{name}.{key}", value) for key, value in group.items() if key not in GROUP_KEYS)
+        yield f"{name}.output_activations", group.get("output_activations")
+        for part in ("weights", "input_activations"):
+            args = group.get(part)
+            if not isinstance(args, Mapping):
+                continue
+            yield from ((f"{name}.{part}.{k}", v) for k, v in args.items() if k not in ARGS_KEYS)
+            if args.get("actorder") not in ORDERS:
+                yield f"{name}.{part}.actorder", args["actorder"]
 
 
 def _fp8(settings: Mapping[str, Any]) -> QuantScheme | None:
@@ -162,11 +326,13 @@ def _integers(method: str, bits: Any, group: Any, symmetric: Any, *, less_one: b
 
 
 def _gptq(settings: Mapping[str, Any]) -> QuantScheme | None:
-    """All modules alike; GPTQModel's `dynamic` may only exclude modules, which the tensors' names show too."""
+    """All modules alike; GPTQModel's `dynamic` may only exclude modules, which the tensors' names show too. The format
+    says how zero points are stored; exporters write it under one of two names, or both."""
     dynamic = settings.get("dynamic") or {}
     if not isinstance(dynamic, Mapping) or not all(isinstance(k, str) and k.startswith("-:") for k in dynamic):
         return None
-    form = settings.get("checkpoint_format") or "gptq"
+    forms = {str(settings[key]) for key in ("checkpoint_format", "format") if settings.get(key)} or {"gptq"}
+    form = forms.pop() if len(forms) == 1 else None
     if form not in ("gptq", "gptq_v2"):
         return None
     bits, group = settings.get("bits"), settings.get("group_size", 0)
@@ -175,12 +341,13 @@ def _gptq(settings: Mapping[str, Any]) -> QuantScheme | None:
 
 def _awq(settings: Mapping[str, Any]) -> QuantScheme | None:
     """AutoAWQ's layout "gemm", which always has zero points."""
-    if str(settings.get("version", "gemm")).lower() != "gemm" or settings.get("bits") != 4:
+    forms = {str(settings.get(key) or "gemm").lower() for key in ("version", "format", "checkpoint_format")}
+    if forms != {"gemm"} or settings.get("backend") == "llm-awq" or settings.get("bits") != 4:
         return None
     return _integers("awq", 4, settings.get("group_size", 0), False) if settings.get("zero_point", True) else None
 
 
-def _compressed(settings: Mapping[str, Any]) -> QuantScheme | None:
+def _read_compressed(settings: Mapping[str, Any]) -> QuantScheme | None:
     """compressed-tensors with FP8 or integers; all groups must be alike."""
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
@@ -200,6 +367,8 @@ def _group(group: Any, settings: Mapping[str, Any]) -> QuantScheme | None:
     strategy, dynamic = weights.get("strategy"), inputs is None or inputs.get("dynamic") is True
     if inputs is not None and not dynamic and (inputs.get("dynamic") or inputs.get("strategy", "tensor") != "tensor"):
         return None
+    if strategy != "block" and inputs is not None and inputs.get("strategy") == "group":
+        return None
     if strategy == "block":
         quant = FP8_BLOCKS if inputs is not None and dynamic else None
         return QuantScheme("fp8_block", quant) if weights.get("block_structure") in (BLOCK, tuple(BLOCK)) else None
@@ -209,9 +378,7 @@ def _group(group: Any, settings: Mapping[str, Any]) -> QuantScheme | None:
 
 def _integer_group(weights: Mapping[str, Any], inputs: Any, settings: Mapping[str, Any]) -> QuantScheme | None:
     """Integers; activations are quantized per row, or not at all if the config requests a form that no kernel has."""
-    sparse = settings.get("sparsity_config") or {}
-    dense = isinstance(sparse, Mapping) and sparse.get("format", "dense") == "dense"
-    if settings.get("format") not in DENSE or not dense:
+    if settings.get("format") not in DENSE:
         return None
     if inputs is not None and (not isinstance(inputs, Mapping) or (inputs.get("type"), inputs.get("num_bits")) != INT8):
         return None

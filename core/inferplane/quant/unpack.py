@@ -127,14 +127,14 @@ class UnpackedSource:
     def _shape(self, module: str) -> tuple[int, int]:
         """Outputs and inputs of a module's weight."""
         if module not in self._shapes:
-            self._shapes[module] = self._found_shape(module)
+            self._shapes[module] = self._find_shape(module)
         return self._shapes[module]
 
-    def _found_shape(self, module: str) -> tuple[int, int]:
+    def _find_shape(self, module: str) -> tuple[int, int]:
         name, each = module + self.packed.suffix, 32 // self.packed.bits
         have, kind = self.source.shape(name) or (), self.source.dtype(name)
         if len(have) != 2 or kind is not torch.int32:
-            raise self._malformed(name, f"is {have} {kind}, not a matrix of int32")
+            raise self._make_error(name, f"is {have} {kind}, not a matrix of int32")
         if self.packed.method == "gptq":
             return have[1], have[0] * each
         if self.packed.method == "awq":
@@ -143,10 +143,10 @@ class UnpackedSource:
         if self.source.shape(stated) is None:
             return have[0], have[1] * each
         if self.source.shape(stated) != (2,):
-            raise self._malformed(stated, f"has shape {self.source.shape(stated)}, not two numbers")
+            raise self._make_error(stated, f"has shape {self.source.shape(stated)}, not two numbers")
         n, k = self._read(stated, torch.int64).tolist()
         if n != have[0] or k < 1 or -(-k // each) != have[1]:
-            raise self._malformed(stated, f"says {n} x {k}, and {name} has {have}")
+            raise self._make_error(stated, f"says {n} x {k}, and {name} has {have}")
         return n, k
 
     def _values(self, module: str) -> torch.Tensor:
@@ -177,7 +177,7 @@ class UnpackedSource:
             return self._read(name, torch.int8) + 8
         want = (groups, words) if self._transposed else (words, groups)
         if kind is not torch.int32 or have != want:
-            raise self._malformed(name, f"is {have} {kind}, not zero points {want} of int32")
+            raise self._make_error(name, f"is {have} {kind}, not zero points {want} of int32")
         stored = self._read(name, torch.int32)
         unsigned = unpack_words(
             stored if self._transposed else stored.t().contiguous(), p.bits, AWQ_ORDER if p.method == "awq" else None
@@ -201,12 +201,12 @@ class UnpackedSource:
     def _read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         shape = self.source.shape(name)
         if shape is None:
-            raise self._malformed(name, "is missing")
+            raise self._make_error(name, "is missing")
         out = torch.empty(shape, dtype=dtype)
         self.source.read_into(name, out, Shard())
         return out
 
-    def _malformed(self, name: str, what: str) -> CheckpointError:
+    def _make_error(self, name: str, what: str) -> CheckpointError:
         return CheckpointError(
             f"{name} {what}: it is no part of a weight of {self.packed.bits} bits as {self.packed.method} packs it.",
             remedy="fetch or export the checkpoint again",

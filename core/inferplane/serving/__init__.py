@@ -8,7 +8,7 @@ pieces. Limits, admission and accounting are there, in `admission.py` and in `sl
 
     lifecycle/      start, signals, draining, further processes for HTTP
     http/, grpc/    the transports, and the formats that only one of them has
-    chat_template/  the process that renders chat templates
+    chat_template/  the process that renders chat templates (inferplane.dialogue)
     page/           the status page
 
 Needs the packages of the extra `serving`; `settings.py`, `configure.py` and `source_names.py` need none of them.

@@ -1,18 +1,85 @@
-"""Decides whether a request is accepted, in any wire format: its limits, its lengths, its sampling parameters."""
+"""Decides whether a request is accepted, in any wire format: its limits, its lengths, its sampling parameters.
+
+Its time limit is kept here, by the process that serves: an engine that is stopped cannot keep limits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import time
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from inferplane.engine import SamplingParams
 from inferplane.errors import UsageError
-from inferplane.serving.errors import from_engine, invalid
+from inferplane.serving.errors import ApiError, from_engine, invalid
+from inferplane.serving.keys import AccessKey
 from inferplane.serving.settings import ServerSettings
 
 if TYPE_CHECKING:
     from inferplane.engine.clients.client import ModelInfo
+
+T = TypeVar("T")
+GRACE_S = 0.5
+"""Seconds beyond its limit in which the engine itself may end a request, with its own timings."""
+MIN_S = 0.001
+
+
+class Deadline:
+    """When a request has to end, on a clock that nobody sets.
+
+    Args:
+        limit_s: seconds from now that the server allows.
+        own_s: see `shorten`.
+    """
+
+    def __init__(self, limit_s: float, own_s: object = None) -> None:
+        self._started, self._limit_s, self._is_own = time.monotonic(), limit_s, False
+        self.shorten(own_s)
+
+    def shorten(self, own_s: object) -> None:
+        """Take the client's own limit, in seconds, if it is not longer. What is no positive number is ignored, as None
+        is; it is refused elsewhere.
+        """
+        if isinstance(own_s, (int, float)) and 0 < own_s <= self._limit_s:
+            self._limit_s, self._is_own = own_s, True
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left, above 0."""
+        return max(self._started + self._limit_s - time.monotonic(), MIN_S)
+
+    def error(self) -> ApiError:
+        """Return the error for a request that did not end in time: 408 if the limit is the client's own, else 504."""
+        if self._is_own:
+            return ApiError(408, f"The request ran into its own time limit, {self._limit_s:g} s.", code="timeout")
+        return ApiError(504, "The request ran into this server's time limit.", code="timeout")
+
+    async def enforce(self, work: Awaitable[T]) -> T:
+        """Return the result of work, which is cancelled if it is not done in time.
+
+        Raises:
+            ApiError: 408 or 504, it was not.
+        """
+        task, is_late = asyncio.current_task(), False
+        assert task is not None
+
+        def on_late() -> None:
+            nonlocal is_late
+            is_late = True
+            task.cancel()
+
+        timer = asyncio.get_running_loop().call_later(self.left_s, on_late)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            # `uncancel` exists since Python 3.11; it tells whether somebody else has cancelled the task, too.
+            if not is_late or getattr(task, "uncancel", int)() > 0:
+                raise
+            raise self.error() from None
+        finally:
+            timer.cancel()
 
 
 @dataclass(frozen=True)
@@ -27,11 +94,13 @@ class GenerateCall:
         request_id: the request is refused while another with this id runs; None: no such check.
         timeout_s: seconds for the whole request; None: the server's limit. Never more than the server's.
         special: add the special tokens that the model expects around a text. A rendered conversation has them already.
-        tenant: cached prefixes are shared within one tenant only.
+        key: the key that the client sent; None without keys. Cached prefixes are shared among requests of one key only.
         operation: the kind of request in OpenTelemetry's terms: "text_completion", "chat" or "embeddings".
         model: the requested name of the model; "" for any.
         trace: headers that name the parent of the request's span.
         words: the engine's name of a parameter -> the wire format's, for error messages.
+        ignored: what of the request has no effect, beside unknown fields.
+        deadline: of the request if it has begun already; None: it begins with the admission.
     """
 
     prompts: Sequence[str | list[int]]
@@ -41,11 +110,13 @@ class GenerateCall:
     request_id: str | None = None
     timeout_s: float | None = None
     special: bool = True
-    tenant: str = ""
+    key: AccessKey | None = None
     operation: str = "text_completion"
     model: str = ""
     trace: Mapping[str, str] = field(default_factory=dict)
     words: Mapping[str, str] = field(default_factory=dict)
+    ignored: Sequence[str] = ()
+    deadline: Deadline | None = field(default=None, compare=False)
 
     def word(self, name: str) -> str:
         """Return the wire format's name of a parameter."""
@@ -77,6 +148,28 @@ def check_num_sequences(call: GenerateCall, settings: ServerSettings, max_sequen
     return count
 
 
+def check_prompt_lengths(given: Any, word: str, settings: ServerSettings, info: ModelInfo) -> None:
+    """Refuse lists that are longer than the model can use, before anything looks at their items.
+
+    Args:
+        given: what a body has as its prompt, in any form, valid or not.
+        word: the wire format's name of the field.
+        settings: the server's limits.
+        info: the engine's model.
+
+    Raises:
+        ApiError: 400, there are too many prompts, or one has too many tokens.
+    """
+    if not isinstance(given, list) or not given:
+        return
+    several = isinstance(given[0], (str, list))
+    if several and len(given) > settings.max_prompts:
+        raise invalid(f"{len(given)} prompts; a request may hold {settings.max_prompts}.", word, "too_many")
+    for prompt in given if several else [given]:
+        if isinstance(prompt, list):
+            _check_length(prompt, word, settings, info)
+
+
 def build_sampling_params(
     call: GenerateCall, prompt: Sequence[int], settings: ServerSettings, info: ModelInfo
 ) -> SamplingParams:
@@ -96,9 +189,9 @@ def build_sampling_params(
     if call.sampling.get("min_tokens", 0) > max_tokens:
         name = call.word("min_tokens")
         raise invalid(f"{name} = {call.sampling['min_tokens']} exceeds {max_tokens}, the most tokens.", name)
-    timeout_s = min(call.timeout_s or settings.request_timeout_s, settings.request_timeout_s)
+    deadline = call.deadline or Deadline(settings.request_timeout_s, call.timeout_s)
     try:
-        params = SamplingParams(max_tokens=max_tokens, timeout_s=timeout_s, **call.sampling)
+        params = SamplingParams(max_tokens=max_tokens, timeout_s=deadline.left_s, **call.sampling)
         params.check_ids(info.vocab)
     except UsageError as error:
         raise from_engine(error, call.words) from error
@@ -106,14 +199,17 @@ def build_sampling_params(
 
 
 def _check_prompt(call: GenerateCall, prompt: Sequence[int], settings: ServerSettings, info: ModelInfo) -> None:
-    vocab, max_model_len = info.vocab, info.max_model_len
     word = call.word("prompt")
     if not prompt:
         raise invalid("The prompt is empty.", word)
-    bad = next((t for t in prompt if not 0 <= t < vocab), None)
+    _check_length(prompt, word, settings, info)
+    bad = next((t for t in prompt if not 0 <= t < info.vocab), None)
     if bad is not None:
-        raise invalid(f"Token id {bad} is not in the vocabulary, which has ids 0 to {vocab - 1}.", word)
-    max_prompt = settings.max_prompt_tokens
+        raise invalid(f"Token id {bad} is not in the vocabulary, which has ids 0 to {info.vocab - 1}.", word)
+
+
+def _check_length(prompt: Sequence[Any], word: str, settings: ServerSettings, info: ModelInfo) -> None:
+    max_prompt, max_model_len = settings.max_prompt_tokens, info.max_model_len
     if max_prompt is not None and len(prompt) > max_prompt:
         raise invalid(f"The prompt has {len(prompt)} tokens; at most {max_prompt}.", word, "context_length_exceeded")
     if len(prompt) >= max_model_len:

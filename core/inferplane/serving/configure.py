@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from inferplane.engine.clients.other_engines import advice
 from inferplane.errors import UsageError
 from inferplane.serving import source_names
 from inferplane.serving.settings import ALIASES, FIELDS, ServerSettings
@@ -40,7 +41,7 @@ class ResolvedSettings:
     origins: Mapping[str, str]
     notes: tuple[str, ...] = ()
 
-    def masked(self) -> dict[str, Any]:
+    def mask_secrets(self) -> dict[str, Any]:
         """Return all values, with secrets masked."""
         out = {}
         for name, f in FIELDS.items():
@@ -65,12 +66,13 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str], path: str | No
     origins: dict[str, str] = {}
     sources, notes = _sources(flags, environ, path)
     for given in sources:
-        named: dict[str, str] = {}  # setting -> origin, of this source
+        named: dict[str, tuple[str, str]] = {}  # setting -> its name as given and its origin, of this source
         for given_name, (origin, value) in given.items():
             name = ALIASES.get(given_name, given_name)
             if name in named:
-                raise UsageError(f"{given_name} and {name} are the same setting ({named[name]}, {origin}).")
-            named[name] = origin
+                first, where = named[name]
+                raise UsageError(f"{first} and {given_name} are the same setting ({where}, {origin}).")
+            named[name] = given_name, origin
             if name not in values:
                 values[name], origins[name] = _convert(FIELDS[name], value, origin), origin
     settings = ServerSettings(**values)
@@ -97,6 +99,7 @@ def _sources(flags: Mapping[str, Any], environ: Mapping[str, str], path: str | N
         elif not variable.startswith(plugins):
             near = difflib.get_close_matches(name, [*FIELDS, *ALIASES], n=1)
             hint = f"; perhaps {PREFIX}{near[0].upper()} was meant" if near else ""
+            hint = f"; {found}" if (found := advice(name)) else hint
             notes.append(f"the variable {variable} names no setting of the server{hint}")
     by_source, more = source_names.read(environ)
     named = {name: (f"variable {variable}", value) for name, (variable, value) in by_source.items()}
@@ -126,6 +129,7 @@ def _read_file(path: str) -> _Given:
         if name not in FIELDS and name not in ALIASES:
             near = difflib.get_close_matches(name, [*FIELDS, *ALIASES], n=1)
             remedy = f"perhaps {near[0]} was meant" if near else "see `inferplane config show`"
+            remedy = advice(name) or remedy
             raise UsageError(f"{path} names {str(key)!r}, which is no setting.", remedy=remedy)
         if value is not None:
             found[name] = (f"file {path}", value)
@@ -141,10 +145,10 @@ def _convert(field: Field[Any], value: Any, origin: str) -> Any:
     try:
         out = _PARSERS["bytes" if field.metadata.get("bytes") else kind](value)
     except (TypeError, ValueError) as error:
-        raise _error(field, value, origin, _expected(field, kind)) from error
+        raise _error(field, value, origin, _describe_expected(field, kind)) from error
     low, high = field.metadata.get("range", (None, None))
     if (low is not None and out < low) or (high is not None and out > high) or out != out:
-        raise _error(field, value, origin, _expected(field, kind))
+        raise _error(field, value, origin, _describe_expected(field, kind))
     choices = field.metadata.get("choices")
     if choices and out not in choices:
         raise _error(field, value, origin, ", ".join(choices))
@@ -156,7 +160,7 @@ def _error(field: Field[Any], value: Any, origin: str, expected: str) -> UsageEr
     return UsageError(f"{field.name} = {masked} ({origin}).", there_is=expected)
 
 
-def _expected(field: Field[Any], kind: str) -> str:
+def _describe_expected(field: Field[Any], kind: str) -> str:
     if field.metadata.get("bytes"):
         kind = "bytes"
     kinds = {"bytes": "bytes, as 1048576 or 64MiB,", "int": "whole numbers", "float": "numbers", "bool": "true, false"}
@@ -219,7 +223,8 @@ def _check_together(settings: ServerSettings) -> None:
     if (settings.tls_cert is None) != (settings.tls_key is None):
         have, other = ("key", "cert") if settings.tls_cert is None else ("cert", "key")
         raise UsageError(f"tls_{have} without tls_{other}: TLS needs both.", remedy=f"also pass tls_{other}")
-    ports = [p for p in (settings.port, settings.health_port, settings.metrics_port, settings.grpc_port) if p]
+    grpc_ports = settings.grpc_port, settings.grpc_health_port
+    ports = [p for p in (settings.port, settings.health_port, settings.metrics_port, *grpc_ports) if p]
     if len(set(ports)) != len(ports):
         raise UsageError(
             f"Two services on one port ({', '.join(map(str, ports))}).",

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from inferplane.errors import CapacityError, EngineError, InferplaneError, UsageError
+from inferplane.errors import CapacityError, EngineError, InferplaneError, UsageError, sentence
 
 KINDS = {
     **dict.fromkeys((400, 405, 413, 415, 431), "invalid_request_error"),
@@ -20,6 +20,8 @@ KINDS = {
 }
 """HTTP status -> `type` of OpenAI's error object; all others are "server_error"."""
 MAX_MESSAGE_CHARACTERS = 1000
+TOO_COMPLEX = "constraint_too_complex"
+"""Code of a constraint that is valid, but exceeds a limit: when it is compiled, or while its text is written."""
 
 
 class ApiError(Exception):
@@ -80,9 +82,10 @@ def from_engine(error: InferplaneError, words: Mapping[str, str], given: Collect
         found = _NAMED.match(error.what)
         # If no parameter is named, the error is about the constraint: admission has checked the rest.
         name = found[1] if found else next((c for c in _CONSTRAINTS if c in given), None)
-        text = f"{error.what} There is: {error.there_is}." if error.there_is else error.what
+        text = f"{error.what} {sentence(f'There is: {error.there_is}')}" if error.there_is else error.what
         param = words.get(name, name) if name is not None else None
-        return invalid(text.removeprefix("SamplingParams: "), param)
+        code = TOO_COMPLEX if "is refused as too complex" in error.what else "invalid_value"
+        return invalid(text.removeprefix("SamplingParams: "), param, code)
     return internal()
 
 

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from inferplane.engine import Delta, SamplingParams
-from inferplane.errors import InferplaneError
-from inferplane.serving.admission import GenerateCall
-from inferplane.serving.errors import ApiError, from_engine, internal
+from inferplane.engine.request.params import BEYOND_LIMITS
+from inferplane.errors import InferplaneError, sentence
+from inferplane.serving.admission import GRACE_S, Deadline, GenerateCall
+from inferplane.serving.errors import TOO_COMPLEX, ApiError, from_engine, internal, invalid
 
 if TYPE_CHECKING:
     from inferplane.engine import AsyncLLM
@@ -43,15 +44,24 @@ class Generation:
         prompts: token ids.
         params: how to sample each prompt.
         name: begins the ids of its sequences inside the engine; unique.
+        deadline: ends it, even if the engine is silent.
     """
 
     def __init__(
-        self, engine: AsyncLLM, call: GenerateCall, prompts: list[list[int]], params: list[SamplingParams], name: str
+        self,
+        engine: AsyncLLM,
+        call: GenerateCall,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        name: str,
+        deadline: Deadline,
     ) -> None:
         self.call, self.prompts, self.params = call, prompts, params
         self.completion_tokens = 0
         self.finish_reasons: list[str] = []
         self.refusal: ApiError | None = None
+        self.failure: ApiError | None = None
+        """The first error of a sequence."""
         self.first_token_s: float | None = None
         self._engine, self._name = engine, name
         self._cached_tokens: dict[int, int] = {}  # prompt -> tokens
@@ -59,6 +69,10 @@ class Generation:
         self._waiter: asyncio.Future[None] | None = None
         self._write_now: Callable[[Piece], bool] | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._deadline = deadline
+        self._watchdog: asyncio.TimerHandle | None = None
+        self._num_held = 0  # sequences that the engine may hold
+        self._on_released: Callable[[], None] | None = None
 
     @property
     def num_choices(self) -> int:
@@ -76,7 +90,8 @@ class Generation:
         return sum(self._cached_tokens.values())
 
     def start(self) -> None:
-        """Submit the sequences to the engine."""
+        """Submit the sequences to the engine, and watch over their time."""
+        self._watchdog = asyncio.get_running_loop().call_later(self._deadline.left_s + GRACE_S, self._on_late)
         self._tasks = [asyncio.create_task(self._run(choice)) for choice in range(self.num_choices)]
 
     async def wait_for_first_piece(self, timeout_s: float) -> None:
@@ -142,14 +157,50 @@ class Generation:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def close(self) -> None:
-        """Abort the sequences that still run. The engine frees their blocks within a step."""
+    @property
+    def outcome(self) -> str:
+        """How it ended: a label of `REQUESTS_ENDED`."""
+        if self.failure is None:
+            return "finished" if len(self.finish_reasons) == self.num_choices else "disconnect"
+        if self.failure is self.refusal:
+            return "refused"
+        return self.failure.code if self.failure.code in ("timeout", "aborted") else "failed"
+
+    def _on_late(self) -> None:
+        if len(self.finish_reasons) < self.num_choices and self.failure is None:
+            log.warning("the engine did not end a request in time", extra={"facts": {"job": self._name}})
+            self._put(self._deadline.error())
+
+    async def close(self, on_released: Callable[[], None]) -> None:
+        """Abort the sequences that still run. The engine frees their blocks within a step.
+
+        Args:
+            on_released: called when the engine holds none of them any more: at once, or when it has confirmed the end
+                of the last one, or has died.
+        """
+        if self._watchdog is not None:
+            self._watchdog.cancel()
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:
+            self._on_released = on_released
+            self._release_if_done()
+
+    def _release(self) -> None:
+        self._num_held -= 1
+        self._release_if_done()
+
+    def _release_if_done(self) -> None:
+        on_released = self._on_released
+        if on_released is not None and not self._num_held:
+            self._on_released = None
+            on_released()
 
     async def _run(self, choice: int) -> None:
         prompt, index = divmod(choice, self.call.n)
+        self._num_held += 1
         try:
             await self._engine.feed(
                 partial(self._receive, choice),
@@ -157,8 +208,9 @@ class Generation:
                 self.params[prompt],
                 f"{self._name}.{choice}",
                 index=index,
-                tenant=self.call.tenant,
+                tenant=self.call.key.tenant if self.call.key is not None else "",
                 exclusive_id=(self.call.request_id or "") if choice == 0 else "",
+                on_released=self._release,
             )
         except InferplaneError as error:
             refusal = from_engine(error, self.call.words, self.call.sampling)
@@ -180,26 +232,29 @@ class Generation:
                 if self.first_token_s is None or delta.timings.first_token_s < self.first_token_s:
                     self.first_token_s = delta.timings.first_token_s
         if reason not in (None, "stop", "length"):
-            self._put(_failure(delta, self.call.timeout_s, self.params[0].timeout_s))
+            if reason == "error":
+                facts = {"job": self._name, "why": delta.error + delta.error_place}
+                log.error("a sequence failed in the engine", extra={"facts": facts})
+            self._put(_failure(delta, self._deadline))
             return
         piece = Piece(choice, delta)
         if reason is not None or self._pieces or self._write_now is None or not self._write_now(piece):
             self._put(piece)
 
     def _put(self, piece: Piece | ApiError) -> None:
+        if isinstance(piece, ApiError):
+            self.failure = self.failure or piece
         self._pieces.append(piece)
         self._wake()
 
 
-def _failure(delta: Delta, own_limit_s: float | None, limit_s: float | None) -> ApiError:
-    """Return the error for a sequence that did not end by itself.
-
-    A timeout is the client's (408) if its own limit was the shorter one, else the server's (504).
-    """
+def _failure(delta: Delta, deadline: Deadline) -> ApiError:
+    """Return the error for a sequence that did not end by itself."""
     if delta.finish_reason == "timeout":
-        if own_limit_s is not None and own_limit_s == limit_s:
-            return ApiError(408, f"The request ran into its own time limit, {own_limit_s:g} s.", code="timeout")
-        return ApiError(504, "The request ran into this server's time limit.", code="timeout")
+        return deadline.error()
     if delta.finish_reason == "abort":
         return ApiError(503, "The request was ended by the server.", code="aborted", retry_after_s=5)
-    return ApiError(500, f"The request failed while it ran: {delta.error}.", code="generation_failed")
+    failed = sentence(f"The request failed while it ran: {delta.error}")
+    if BEYOND_LIMITS in (delta.error or ""):
+        return invalid(failed, code=TOO_COMPLEX)
+    return ApiError(500, failed, code="generation_failed")

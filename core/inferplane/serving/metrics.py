@@ -10,6 +10,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from inferplane.serving.shared_state.counters import ACCEPTED, ENDED
+
 if TYPE_CHECKING:
     from inferplane.serving.service import Service
 
@@ -20,8 +22,23 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 LABELS = {"request_success_total": "finished_reason", "requests_rejected_total": "reason"}
 OWN = {
     "requests_rejected_total": ("reason", "Refused requests, by reason."),
+    "ignored_fields_total": ("field", "Fields of requests that had no effect; other: unknown ones."),
+    ACCEPTED: ("operation", "Requests that were accepted."),
+    ENDED: (
+        "outcome",
+        "Accepted requests that have ended: all but the running ones.",
+    ),
     "requests_aborted_total": ("cause", "Sequences aborted because their client left."),
 }
+
+
+LOOP_LAG = "Longest time in the last 5 to 10 s that a process's event loop was held up."
+OF_KEYS: tuple[tuple[str, str, Any], ...] = (
+    ("key_admitted_sequences", "Sequences of a key that run or wait.", GaugeMetricFamily),
+    ("key_requests_total", "Accepted requests of a key that have ended.", CounterMetricFamily),
+    ("key_tokens_total", "Tokens of a key's prompts and answers.", CounterMetricFamily),
+)
+"""What `KeyUsage.items` counts."""
 
 
 class _Snapshot:
@@ -49,6 +66,16 @@ def _own(service: Service) -> Iterator[Metric]:
     yield _gauge("server_uptime_seconds", "Seconds since the server was started.", time.monotonic() - service.started)
     yield _gauge("admitted_sequences", "Sequences that run or wait.", service.slots.in_use)
     yield _gauge("max_admitted_sequences", "Sequences that can run and wait.", service.slots.max_sequences)
+    lag = GaugeMetricFamily(PREFIX + "loop_lag_seconds", LOOP_LAG, labels=["process"])
+    for process, seconds in enumerate(service.counters.loop_lags()):
+        lag.add_metric([str(process)], seconds)
+    yield lag
+    usage = list(service.slots.usage.items())
+    for i, (name, words, kind) in enumerate(OF_KEYS if usage else ()):
+        family = kind(PREFIX + name, words, labels=["key"])
+        for key, used in usage:
+            family.add_metric([key], used[i])
+        yield family
     for name, (label, words) in OWN.items():
         numbers = [(value, n) for (counter, value), n in sorted(service.counters.items()) if counter == name]
         yield _counters(name, words, label, numbers)

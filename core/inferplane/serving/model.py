@@ -70,13 +70,7 @@ class ServedModel:
         Raises:
             UsageError: the text is no valid Unicode, or there is no tokenizer.
         """
-        tokenizer = self._require_tokenizer()
-        if special:
-            return list(tokenizer.encode(text))
-        try:
-            return list(tokenizer.fast.encode(text, add_special_tokens=False))
-        except TypeError as error:
-            raise UsageError("The text cannot be encoded.", remedy="pass valid Unicode") from error
+        return list(self._require_tokenizer().encode(text, special=special))
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Return the text of token ids; special tokens are left out unless `special`.
@@ -93,8 +87,13 @@ class ServedModel:
         """Return a token's text for people; its number without a tokenizer."""
         return self.token_text.name_of(token) if self.token_text is not None else str(token)
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
-        """Render a conversation with the model's chat template, ready for the reply.
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Render a conversation with the model's chat template, ready for the reply: see `ChatTemplate.render`.
 
         Raises:
             ApiError: the model has no template, or the template refuses the messages or takes too long.
@@ -102,7 +101,7 @@ class ServedModel:
         if self.template is None:
             message = "This model has no chat template; use /v1/completions with a prompt of your own."
             raise invalid(message, "messages", "no_chat_template")
-        return await self.template.render(messages, tools)
+        return await self.template.render(messages, tools, variables)
 
     async def close(self) -> None:
         """End the process that renders templates."""

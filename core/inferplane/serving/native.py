@@ -9,15 +9,34 @@ Source: https://paddlenlp.readthedocs.io, "llm/server", table of request paramet
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from inferplane.serving.admission import GenerateCall
+from inferplane.serving.chat_template.template import render_conversation
 from inferplane.serving.errors import ApiError, invalid
 from inferplane.serving.generation import Generation, Piece
 from inferplane.serving.rendering import GeneratedChoice, Rendering, encode_json
-from inferplane.serving.wire import CONSTRAINTS, ID_PATTERN, MIN_TOP_P, Count, JsonObject, RequestBody, Stops, TokenId
+from inferplane.serving.request_fields import CONSTRAINTS, Refused
+from inferplane.serving.wire import (
+    ID_PATTERN,
+    MAX_MESSAGES,
+    MIN_TOP_P,
+    AtMost,
+    Count,
+    DescribedBy,
+    JsonObject,
+    Penalty,
+    RepetitionPenalty,
+    RequestBody,
+    Seed,
+    Stops,
+    TokenId,
+    TokenIds,
+    any_given,
+    read_messages,
+)
 
 if TYPE_CHECKING:
     from inferplane.serving.model import ServedModel
@@ -44,24 +63,44 @@ WORDS = {
 }
 RENAMED = ("repetition_penalty", "frequency_penalty", "presence_penalty", "stop_token_ids")
 """Fields of `SamplingParams` that differ from this dialect's in the name only."""
-_ONE_OF: Any = [{"required": [name]} for name in ("text", "input_ids", "messages")]
+REFUSED = {
+    **dict.fromkeys((*CONSTRAINTS, "logprobs"), Refused("OpenAI's dialect", (False,))),
+    "stop": Refused("stop_sequences", ([],)),
+    "min_tokens": Refused("min_dec_len", (0,)),
+    "repetition_penalty": Refused("penalty_score", (1,)),
+    "frequency_penalty": Refused("frequency_score", (0,)),
+    "presence_penalty": Refused("presence_score", (0,)),
+    "stop_token_ids": Refused("eos_token_ids", ([],)),
+    "n": Refused("OpenAI's dialect", (1,)),
+    "top_k": Refused("OpenAI's dialect", (0, -1)),
+    "min_p": Refused("OpenAI's dialect", (0,)),
+    "logit_bias": Refused("OpenAI's dialect", ({},)),
+    "ignore_eos": Refused("OpenAI's dialect", (False,)),
+}
+"""Fields of OpenAI's dialect that change the answer and that this one does not have."""
+_SCHEMA: Any = {
+    "allOf": [any_given("text", "input_ids", "messages"), {"anyOf": [{"required": [name]} for name in sorted(MARKS)]}]
+}
 
 
 class NativeMessage(JsonObject):
-    """One message of a conversation."""
+    """One message of a conversation, in OpenAI's form; `normalize_messages` checks it."""
 
-    role: Annotated[str, Field(min_length=1, max_length=64)] = "user"
-    content: str
+    role: Literal["system", "developer", "user", "assistant", "tool"] = "user"
+    content: str | list[dict[str, Any]] | None = Field(None, description="Required in a message without tool_calls.")
 
 
 class NativeRequest(RequestBody):
     """A text, token ids or a conversation to be continued."""
 
-    model_config = ConfigDict(**RequestBody.model_config, json_schema_extra={"anyOf": _ONE_OF})
+    refused: ClassVar[Mapping[str, Refused]] = REFUSED
+    model_config = ConfigDict(**RequestBody.model_config, json_schema_extra=_SCHEMA)
 
     text: Annotated[str, Field(min_length=1)] | None = None
-    input_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
-    messages: Annotated[list[NativeMessage], Field(min_length=1, max_length=2048)] | None = None
+    input_ids: TokenIds | None = None
+    messages: (
+        Annotated[list[Annotated[Any, DescribedBy(NativeMessage)]], Field(min_length=1), AtMost(MAX_MESSAGES)] | None
+    ) = None
     system: str | None = None
     req_id: Annotated[str, Field(pattern=ID_PATTERN)] | None = None
     max_dec_len: Count | None = None
@@ -71,12 +110,12 @@ class NativeRequest(RequestBody):
     topp: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="As topp.")
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    penalty_score: Annotated[float, Field(gt=0, le=100)] | None = None
-    frequency_score: Annotated[float, Field(ge=-2, le=2)] | None = None
-    presence_score: Annotated[float, Field(ge=-2, le=2)] | None = None
-    infer_seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = Field(None, description="As infer_seed.")
-    eos_token_ids: TokenId | Annotated[list[TokenId], Field(max_length=16)] | None = None
+    penalty_score: RepetitionPenalty | None = None
+    frequency_score: Penalty | None = None
+    presence_score: Penalty | None = None
+    infer_seed: Seed | None = None
+    seed: Seed | None = Field(None, description="As infer_seed.")
+    eos_token_ids: TokenId | Annotated[list[TokenId], AtMost(16)] | None = None
     stop_sequences: Stops | None = None
     stream: bool | None = None
     timeout: Annotated[float, Field(gt=0, le=3600)] | None = None
@@ -85,10 +124,29 @@ class NativeRequest(RequestBody):
     response_type: Literal["fastdeploy"] | None = None
     model: str | None = Field(None, max_length=4096)
 
+    @model_validator(mode="after")
+    def _normalize(self) -> NativeRequest:
+        if self.messages is not None:
+            self.messages = read_messages(self.messages, "user")
+        return self
+
 
 def is_native(data: Mapping[str, Any]) -> bool:
     """Return whether a body is in this dialect."""
     return not MARKS.isdisjoint(data)
+
+
+def refuse_mixture(data: Mapping[str, Any]) -> None:
+    """Refuse a body of this dialect that is OpenAI's too: its client expects an answer of the other form.
+
+    Raises:
+        ApiError: 400, naming a field of this dialect.
+    """
+    given = {name for name, value in data.items() if value is not None}
+    openai = "prompt" if "prompt" in given else "model with messages" if {"model", "messages"} <= given else ""
+    if openai:
+        mark = min(MARKS.intersection(data))
+        raise invalid(f"{mark} is a field of the native dialect, {openai} of OpenAI's: pass fields of one.", mark)
 
 
 async def build_call(request: NativeRequest, model: ServedModel, native_text: str) -> GenerateCall:
@@ -103,10 +161,6 @@ async def build_call(request: NativeRequest, model: ServedModel, native_text: st
     Raises:
         ApiError: there is no text or more than one, or fields contradict each other.
     """
-    more = request.model_extra or {}
-    found = next((name for name in CONSTRAINTS if more.get(name) is not None), None)
-    if found is not None:
-        raise invalid(f"{found} is not supported in this dialect; use OpenAI's.", found, "unsupported")
     _single_name(request, "topp", "top_p")
     _single_name(request, "infer_seed", "seed")
     limit = _single_name(request, "max_dec_len", "seq_len", "max_tokens")
@@ -140,12 +194,12 @@ async def _prompt(request: NativeRequest, model: ServedModel, native_text: str) 
         raise invalid("One of text, input_ids and messages is required.", "text", "missing_required_parameter")
     if request.text is not None and (native_text == "raw" or model.template is None):
         return request.text, True, "text"
-    messages = [m.model_dump() for m in request.messages or ()]
+    messages = request.messages or []
     if request.text is not None:
         messages = [{"role": "user", "content": request.text}]
     if request.system:
         messages = [{"role": "system", "content": request.system}, *messages]
-    return await model.render(messages, None), False, word
+    return await render_conversation(model, messages), False, word
 
 
 def _sampling(request: NativeRequest) -> dict[str, Any]:

@@ -140,6 +140,9 @@ class OpenAIRendering(Rendering):
 
     def __init__(self, request: SamplingFields, model: ServedModel, name: str, answer_id: str, kind: str) -> None:
         self._model, self._includes_usage = model, request.includes_usage
+        self._includes_usage_so_far = request.includes_usage_so_far
+        self._tokens: dict[int, int] = {}  # choice -> tokens so far
+        self._usage_so_far: dict[str, int] | None = None
         self._head = {
             "id": answer_id,
             "object": kind,
@@ -153,8 +156,16 @@ class OpenAIRendering(Rendering):
         """Return one choice's part of a stream."""
         chunk: dict[str, Any] = {**self._head, "choices": [choice]}
         if self._includes_usage:
-            chunk["usage"] = None
+            chunk["usage"] = self._usage_so_far
         return encode_event(chunk)
+
+    def count_so_far(self, generation: Generation, choice: int, num_tokens: int = 0) -> None:
+        """Add the tokens of a piece to its choice, whose next chunks show the sum if the request asks for it."""
+        if self._includes_usage_so_far:
+            prompt = len(generation.prompts[choice // generation.call.n])
+            so_far = self._tokens[choice] = self._tokens.get(choice, 0) + num_tokens
+            tokens = {"prompt_tokens": prompt, "completion_tokens": so_far, "total_tokens": prompt + so_far}
+            self._usage_so_far = tokens
 
     def closing(self, generation: Generation) -> bytes:
         if not self._includes_usage:

@@ -8,32 +8,47 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from inferplane.errors import UsageError
-from inferplane.serving.admission import GenerateCall, build_sampling_params, check_num_sequences
+from inferplane.errors import CapacityError, UsageError
+from inferplane.serving.admission import Deadline, GenerateCall, build_sampling_params, check_num_sequences
+from inferplane.serving.bodies import LARGE_BYTES, BodyMemory
 from inferplane.serving.errors import ApiError, invalid
 from inferplane.serving.generation import Generation
 from inferplane.serving.model import ServedModel
 from inferplane.serving.settings import ServerSettings
-from inferplane.serving.shared_state.counters import ABORTED, REJECTED, RequestCounters
+from inferplane.serving.shared_state.counters import (
+    ABORTED,
+    ACCEPTED,
+    ENDED,
+    IGNORED_FIELDS,
+    REJECTED,
+    RequestCounters,
+)
+from inferplane.serving.shared_state.loop_lag import NOT_READY_S, LoopLag
 from inferplane.serving.shared_state.slots import SequenceSlots, SlotReservation
 from inferplane.serving.threads import run_in_daemon_thread
+from inferplane.serving.wire import RequestBody, unknown_fields
 
 if TYPE_CHECKING:
     from inferplane.engine import AsyncLLM
     from inferplane.serving.tracing import Tracer
 
+Result = TypeVar("Result")
 State = Literal["loading", "serving", "draining", "ended", "failed"]
 HEALTH_EVERY_S = 0.5
 HEALTH_ANSWER_S = 2.0
-FLUSH_S = 5.0
-"""Seconds in which clients can read the end of an aborted request."""
+END_S, KILL_S = 4.0, 1.5
+"""Seconds beyond draining within which the server has ended, whatever its engine does, and in which the engine's
+process has to end; then it is killed."""
+FLUSH_S = 0.7
+"""Seconds of `END_S` that are kept for what comes after the ends of aborted requests, which clients read until then."""
 log = logging.getLogger("inferplane.serving")
 
 
@@ -77,17 +92,22 @@ class Service:
         self.engine: AsyncLLM | None = None
         self.slots = slots or SequenceSlots(settings.max_num_seqs + settings.max_waiting)
         self.counters = counters or RequestCounters()
+        self.loop_lag = LoopLag(self.counters.set_loop_lag)
+        self.body_memory = BodyMemory(settings.max_held_bytes)
         self.failure = ""
         self.failed, self.serving = asyncio.Event(), asyncio.Event()
         self.started = time.monotonic()
         self.end_workers: Callable[[float], Awaitable[None]] | None = None
         """Lets the other processes drain for some seconds and waits for their end; None without other processes."""
+        self.end_at = 0.0
+        """When the process has to end, on the monotonic clock; set when it begins to drain."""
         self._silent_since: float | None = None
         self._stalled = ""
         self._ids = count()
         self._generations: set[Generation] = set()
         self._watcher: asyncio.Task[None] | None = None
         self._encoders = ThreadPoolExecutor(2, thread_name_prefix="inferplane-encode")
+        self._readers = ThreadPoolExecutor(1, thread_name_prefix="inferplane-read")
 
     # -- life
 
@@ -118,28 +138,45 @@ class Service:
             return
         failed, self.state = self.state == "failed", "draining"
         workers = asyncio.ensure_future(self.end_workers(0.0 if failed else drain_s)) if self.end_workers else None
-        limit = time.monotonic() + drain_s
-        while self._generations and time.monotonic() < limit and not failed:
+        limit = time.monotonic() + (0.0 if failed else drain_s)
+        self.end_at = limit + END_S
+        while self._generations and time.monotonic() < limit:
             await asyncio.sleep(0.02)
         if workers is not None:
             await workers  # they use the engine, too
         if self._watcher is not None:
             self._watcher.cancel()
         if self.engine is not None:
-            await self.engine.shutdown()
-        limit = time.monotonic() + FLUSH_S
-        while self._generations and time.monotonic() < limit:
+            await self.engine.shutdown(kill_s=KILL_S)
+        while self._generations and self.left_s > FLUSH_S:
             await asyncio.sleep(0.02)
         if self.model is not None:
             await self.model.close()
-        self._encoders.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._encoders, self._readers):
+            threads.shutdown(wait=False, cancel_futures=True)
         self.state = "ended"
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left until the process has to end, once it drains."""
+        return max(self.end_at - time.monotonic(), 0.0)
 
     def condition(self) -> Condition:
         """Return the server's health, without waiting."""
         if self.state == "serving" and self._stalled:
             return Condition(self._silent_since is None, False, "stalled", self._stalled)
         return Condition(self.state not in ("failed", "ended"), self.state == "serving", self.state, self.failure)
+
+    def condition_outside(self) -> Condition:
+        """Return the server's health as another thread than the event loop's sees it: a loop that is stuck counts.
+
+        The server is not ready after `NOT_READY_S`, and not live after `stall_s`, if that is longer.
+        """
+        condition, stuck_s = self.condition(), self.loop_lag.stuck_s
+        if stuck_s < NOT_READY_S:
+            return condition
+        live = condition.live and stuck_s < max(self.settings.stall_s, NOT_READY_S)
+        return Condition(live, False, "stalled", condition.detail or f"the event loop is stuck for {stuck_s:.1f} s")
 
     def _fail(self, why: str) -> None:
         self.state, self.failure = "failed", why
@@ -148,19 +185,19 @@ class Service:
     async def _watch_engine(self, engine: AsyncLLM) -> None:
         """Keep `condition` up to date with the engine's health."""
         while True:
-            asked_at = time.monotonic()
+            requested_at = time.monotonic()
             health = await engine.health(HEALTH_ANSWER_S)
-            took = time.monotonic() - asked_at
+            took = time.monotonic() - requested_at
             if health.alive:
                 self._silent_since = None
-                stuck = not health.ready(self.settings.stall_s)
+                stuck = not health.is_ready(self.settings.stall_s)
                 self._stalled = f"no step ended for {health.quiet_s:.1f} s" if stuck else ""
             elif took < HEALTH_ANSWER_S:
                 log.critical("engine died", extra={"facts": {"why": health.failure}})
                 self._fail(f"the engine died: {health.failure}")
                 return
             else:
-                self._silent_since = self._silent_since or asked_at
+                self._silent_since = self._silent_since or requested_at
                 if time.monotonic() - self._silent_since >= self.settings.stall_s:
                     self._stalled = health.failure
             await asyncio.sleep(HEALTH_EVERY_S)
@@ -202,42 +239,54 @@ class Service:
             num_sequences = check_num_sequences(call, self.settings, self.slots.max_sequences)
             held = reservation.transfer() if reservation is not None else 0
             try:
-                self.slots.acquire(num_sequences - held)
+                self.slots.acquire(num_sequences - held, call.key)
             except ApiError:
-                self.slots.release(held)
+                self.slots.release(held, call.key)
                 raise
         generation: Generation | None = None
         try:
-            generation = await self._accept(call, model)
+            deadline = call.deadline or Deadline(self.settings.request_timeout_s, call.timeout_s)
+            generation = await deadline.enforce(self._accept(replace(call, deadline=deadline), model, deadline))
             yield generation
         except ApiError as error:
             if generation is None or generation.refusal is error:
                 self.count_refusal(error)
             raise
         finally:
-            try:
-                if generation is not None:
-                    await generation.close()
-            finally:
-                self.slots.release(num_sequences)
-                if generation is not None:
+            release = partial(self.slots.release, num_sequences, call.key)
+            if generation is None:
+                release()
+            else:
+                try:
+                    await generation.close(release)  # what the engine still holds is nobody else's
+                finally:
                     self._generations.discard(generation)
-                    self._count_aborted(generation)
+                    self.slots.usage.add_request(call.key, generation.prompt_tokens + generation.completion_tokens)
+                    self._count_end(generation)
 
-    async def _accept(self, call: GenerateCall, model: ServedModel) -> Generation:
-        prompts = [await self.encode(p, special=call.special) if isinstance(p, str) else p for p in call.prompts]
+    async def _accept(self, call: GenerateCall, model: ServedModel, deadline: Deadline) -> Generation:
+        word = call.word("prompt")
+        prompts = [
+            await self.encode(p, special=call.special, word=word) if isinstance(p, str) else p for p in call.prompts
+        ]
         params = [build_sampling_params(call, ids, self.settings, model.info) for ids in prompts]
         assert self.engine is not None
-        generation = Generation(self.engine, call, prompts, params, f"job-{next(self._ids)}")
+        generation = Generation(self.engine, call, prompts, params, f"job-{next(self._ids)}", deadline)
         generation.start()
         self._generations.add(generation)
+        self.counters.add(ACCEPTED, call.operation)
         return generation
 
-    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+    async def encode(self, text: str, *, special: bool = True, word: str = "prompt") -> list[int]:
         """Return the token ids of a text. Long texts are encoded in a thread, so that other requests go on.
 
+        Args:
+            text: the text.
+            special: with the special tokens that the model expects around a text.
+            word: the wire format's name of the text, for errors.
+
         Raises:
-            ApiError: the text cannot be encoded.
+            ApiError: the text cannot be encoded, or has more tokens than a sequence may have.
         """
         encode = self.ready_model.encode
         try:
@@ -245,7 +294,35 @@ class Service:
                 return encode(text, special)
             return await asyncio.get_running_loop().run_in_executor(self._encoders, encode, text, special)
         except UsageError as error:
-            raise invalid(error.what, "prompt") from error
+            raise invalid(error.what, word) from error
+        except CapacityError as error:
+            raise invalid(error.what, word, "context_length_exceeded") from error
+
+    async def read(self, num_bytes: int, function: Callable[..., Result], *args: Any) -> Result:
+        """Return what a function makes of a body's bytes or values. For large bodies it runs in a thread, one at a
+        time: C code keeps Python's lock, so that two would stop the loop for twice as long.
+
+        Args:
+            num_bytes: the body's length.
+            function: reads it.
+            args: its arguments.
+        """
+        if num_bytes <= LARGE_BYTES:
+            return function(*args)
+        return await asyncio.get_running_loop().run_in_executor(self._readers, function, *args)
+
+    def count_ignored(self, request: RequestBody, more: Sequence[str] = ()) -> list[str]:
+        """Count and return what of a request has no effect: its unknown fields, and `more`.
+
+        Raises:
+            ApiError: 400, the setting `strict_fields` refuses unknown fields.
+        """
+        names = unknown_fields(request)
+        if names and self.settings.strict_fields:
+            raise invalid(f"{names[0][:100]!r} is no field of this request.", names[0][:100], "unsupported")
+        for name in (*names, *more):
+            self.counters.add(IGNORED_FIELDS, name)
+        return [*names, *more]
 
     def count_refusal(self, error: ApiError) -> None:
         """Count a refused request."""
@@ -260,9 +337,10 @@ class Service:
             self.count_refusal(error)
             raise
 
-    def _count_aborted(self, generation: Generation) -> None:
+    def _count_end(self, generation: Generation) -> None:
+        self.counters.add(ENDED, generation.outcome)
         unfinished = generation.num_choices - len(generation.finish_reasons)
-        if unfinished and generation.refusal is None:  # the client left before their end
+        if unfinished and generation.outcome == "disconnect":
             self.counters.add(ABORTED, "disconnect", unfinished)
 
     # -- numbers

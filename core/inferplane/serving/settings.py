@@ -76,27 +76,54 @@ class ServerSettings:
 
     host: str = _network("127.0.0.1", "address to listen on; 0.0.0.0: all addresses of this machine", metavar="A")
     port: int = _network(8000, "port of all HTTP routes; 0: any free port", range=PORT, metavar="P")
-    health_port: int | None = _network(None, "health routes also on a port of their own", range=PORT, metavar="P")
+    health_port: int | None = _network(
+        None, "health routes also on a port and a thread of their own", range=PORT, metavar="P"
+    )
     http_workers: int = _network(1, "processes that serve HTTP over one engine", range=(1, 64), metavar="N")
     grpc_port: int | None = _network(
         None, "also serve gRPC (KServe's inference protocol) on this port; 0: any free port", range=PORT, metavar="P"
+    )
+    grpc_health_port: int | None = _network(
+        None, "gRPC's health protocol on a port and threads of their own", range=PORT, metavar="P"
     )
     metrics_port: int | None = _network(None, "metrics also on a port of their own", range=PORT, metavar="P")
     api_key: tuple[str, ...] = _network(
         (), "accepted keys; better set in INFERPLANE_API_KEY or in a file", metavar="KEY", secret=True
     )
-    api_key_file: str | None = _network(None, "file of accepted keys, one per line", metavar="FILE")
+    api_key_file: str | None = _network(
+        None, "file of keys, one a line, as `key` or `name: key`; SIGHUP reads it again", metavar="FILE"
+    )
     tls_cert: str | None = _network(None, "serve HTTPS with this certificate chain (PEM)", metavar="FILE")
     tls_key: str | None = _network(None, "its private key (PEM)", metavar="FILE")
+    allowed_hosts: tuple[str, ...] = _network(
+        (), "names by which clients may address the server, beside local ones; *: any", metavar="NAME"
+    )
     cors_origins: tuple[str, ...] = _network((), "web pages that may call from a browser; repeatable", metavar="URL")
 
     max_waiting: int = _limit(128, "most sequences that wait; more are refused (429)", range=(0, None), metavar="N")
+    max_num_seqs_per_key: int | None = _limit(
+        None, "most sequences of one key that run or wait; more are refused (429)", range=(1, None), metavar="N"
+    )
+    max_tokens_per_minute_per_key: int | None = _limit(
+        None, "most tokens of one key in a minute, prompts and answers (429)", range=(1, None), metavar="N"
+    )
     max_prompt_tokens: int | None = _limit(None, "most tokens per prompt", range=(1, None), metavar="N")
     max_output_tokens: int | None = _limit(None, "most generated tokens per sequence", range=(1, None), metavar="N")
+    strict_fields: bool = _limit(False, "refuse requests with fields that would otherwise be ignored")
     max_n: int = _limit(64, "most sequences per prompt", range=(1, 128), metavar="N")
     max_prompts: int = _limit(64, "most prompts per request", range=(1, 1024), metavar="N")
     max_body_bytes: int = _limit(4 * MIB, "largest body of a request", range=(1024, None), metavar="SIZE", bytes=True)
+    max_held_bytes: int = _limit(
+        256 * MIB,
+        "memory for all bodies and their values at a time (503)",
+        range=(MIB, None),
+        metavar="SIZE",
+        bytes=True,
+    )
     max_connections: int = _limit(1024, "most connections at a time", range=(1, None), metavar="N")
+    max_connections_per_address: int | None = _limit(
+        None, "most HTTP connections of one address at a time (503); not behind a proxy", range=(1, None), metavar="N"
+    )
     header_timeout_s: float = _limit(10.0, "seconds allowed for a request's headers", range=(0.1, 600), metavar="S")
     body_timeout_s: float = _limit(30.0, "seconds allowed for a request's body", range=(0.1, 600), metavar="S")
     write_timeout_s: float = _limit(60.0, "seconds a client may leave its answer unread", range=(1, 3600), metavar="S")

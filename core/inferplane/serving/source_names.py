@@ -105,10 +105,10 @@ def read(environ: Mapping[str, str]) -> tuple[dict[str, tuple[str, Any]], list[s
     for name, meaning in NAMES.items():
         text = environ.get(name, "").strip()
         try:
-            meant: Any = meaning.convert(text) if text else None
+            setting: Any = meaning.convert(text) if text else None
         except ValueError as error:
             raise UsageError(f"{name}={environ[name]}.", there_is=", ".join((*TRUE, *FALSE))) from error
-        if meant is not None:
-            found.setdefault(meaning.setting, (name, meant))
+        if setting is not None:
+            found.setdefault(meaning.setting, (name, setting))
     notes = [f"{name} has no effect: {why}" for name, why in WITHOUT_EFFECT.items() if environ.get(name)]
     return found, notes

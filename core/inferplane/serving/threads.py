@@ -15,6 +15,8 @@ def run_in_daemon_thread(work: Callable[[], T], name: str) -> Future[T]:
     answer: Future[T] = Future()
 
     def run() -> None:
+        if not answer.set_running_or_notify_cancel():
+            return
         try:
             answer.set_result(work())
         except BaseException as error:

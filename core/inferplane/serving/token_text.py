@@ -7,6 +7,7 @@ bytes as characters (GPT-2's table), others write a byte as `<0x0A>` and a space
 from __future__ import annotations
 
 import re
+from codecs import IncrementalDecoder
 from functools import lru_cache
 from typing import Any
 
@@ -35,7 +36,9 @@ class TokenText:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._added = {i: t.content for i, t in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self._added = {i: t.content for i, t in added.items()}
+        self._special = {i for i, t in added.items() if t.special}
         vocabulary = tokenizer.get_vocab()
         self._byte_level = "\u0120" in "".join(t[:1] for t in vocabulary)  # how byte-level ones spell a space
         self._known: dict[int, bytes] = {}
@@ -54,6 +57,24 @@ class TokenText:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
+
+    def count_characters(self, token: int, decoder: IncrementalDecoder, prompt: str | None, at: int) -> int:
+        """Return how many characters a token adds to a text.
+
+        Args:
+            token: its id.
+            decoder: of UTF-8, which keeps the bytes of an incomplete character from token to token.
+            prompt: which the token is part of; None: it is generated, so that a special one has no text.
+            at: where in the prompt the token begins.
+        """
+        if token in self._added:
+            name = self._added[token]
+            shown = token not in self._special if prompt is None else prompt.startswith(name, at)
+            return len(name) if shown else 0
+        piece = decoder.decode(self.bytes_of(token))
+        # Tokenizers put a space before a text's first word.
+        begins = prompt is not None and at == 0 and piece.startswith(" ") and not prompt.startswith(" ")
+        return len(piece) - begins
 
     def _spell(self, token: int) -> bytes:
         if token in self._added:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from inferplane import __version__
-from inferplane.errors import UsageError
+from inferplane.errors import UsageError, install_hint
 from inferplane.serving.admission import GenerateCall
 from inferplane.serving.errors import ApiError
 from inferplane.serving.logs import sanitize
@@ -164,13 +164,13 @@ def trace_headers(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
     return {n.decode(): v.decode("latin-1") for n, v in headers if n.decode("latin-1") in HEADERS}
 
 
-def _installed() -> bool:
+def _has_packages() -> bool:
     names = ("opentelemetry", "sdk"), ("opentelemetry", "exporter", "otlp", "proto", "http")
     parents = [".".join(name[: i + 1]) for name in names for i in range(len(name))]
     return all(find_spec(parent) is not None for parent in parents)
 
 
-def tracing_enabled(settings: ServerSettings, environment: Mapping[str, str]) -> bool:
+def is_tracing_enabled(settings: ServerSettings, environment: Mapping[str, str]) -> bool:
     """Return whether spans are made.
 
     Raises:
@@ -183,7 +183,7 @@ def tracing_enabled(settings: ServerSettings, environment: Mapping[str, str]) ->
         named = next((name for name in VARIABLES if environment.get(name)), None)
         if named is None or off:
             return False
-        if not _installed():
+        if not _has_packages():
             log.warning(f"{named} is set, and OpenTelemetry is not installed: there will be no traces")
             return False
         return True
@@ -192,10 +192,8 @@ def tracing_enabled(settings: ServerSettings, environment: Mapping[str, str]) ->
             f"otlp_endpoint = {endpoint!r}.",
             there_is="URLs of collectors that take OTLP over HTTP: http://localhost:4318",
         )
-    if not _installed():
-        raise UsageError(
-            "otlp_endpoint asks for OpenTelemetry, which is not installed.", remedy="pip install 'inferplane[otel]'"
-        )
+    if not _has_packages():
+        raise UsageError("otlp_endpoint asks for OpenTelemetry, which is not installed.", remedy=install_hint("otel"))
     return not off
 
 
@@ -209,7 +207,7 @@ def _is_endpoint(url: str) -> bool:
 
 def start(settings: ServerSettings) -> Tracer | None:
     """Return a tracer that sends spans to a collector; None if tracing is not enabled."""
-    if not tracing_enabled(settings, os.environ):
+    if not is_tracing_enabled(settings, os.environ):
         return None
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource

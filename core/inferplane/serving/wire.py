@@ -4,47 +4,83 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic_core import PydanticKnownError, core_schema
 
+from inferplane.dialogue.messages import MessageError, normalize_messages
 from inferplane.engine.request.params import (
     MAX_BIASES,
+    MAX_COUNT,
     MAX_LOGPROBS,
     MAX_SEQUENCES,
     MAX_STOP_CHARACTERS,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
+    MIN_REPETITION_PENALTY,
 )
+from inferplane.serving.bodies import parse_json
 from inferplane.serving.errors import invalid
+from inferplane.serving.request_fields import REFUSED, Refused, check_unknown, list_ignored
 
 ID_PATTERN = r"^[A-Za-z0-9._:-]{1,128}$"
-MAX_TOKEN_ID = 2**31 - 1
-MAX_TOKENS = 2**31 - 1
+MAX_MESSAGES = 2048
+MAX_PROMPTS = 1024
+"""Most prompts that any server takes; `max_prompts` says how many this one does."""
+MAX_TOKEN_ID = MAX_TOKENS = MAX_COUNT
 FORMS = "One of these: "
 """Begins the description of a field that may have several forms; an error then lists them all."""
 MIN_TOP_P = 1e-6
 """The meaning of top_p 0: the most likely token only."""
 
+
+@dataclass(frozen=True)
+class AtMost:
+    """Bounds a list or an object of a request. Its length is checked before its items, and the first wrong item ends
+    the check: a body holds a million of them, and an error costs far more than an item.
+
+    Args:
+        number: most items.
+    """
+
+    number: int = MAX_TOKENS
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        schema: Any = handler(source)
+        schema["max_length"] = self.number
+        if schema["type"] == "list":
+            schema["fail_fast"] = True
+        return core_schema.no_info_before_validator_function(self._check, schema)
+
+    def _check(self, value: Any) -> Any:
+        if isinstance(value, (list, dict)) and len(value) > self.number:
+            kind = "List" if isinstance(value, list) else "Dictionary"
+            found = {"field_type": kind, "max_length": self.number, "actual_length": len(value)}
+            raise PydanticKnownError("too_long", found)
+        return value
+
+
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS)]
+Stops = Annotated[list[Stop], AtMost(MAX_STOPS)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1), AtMost()]
+"""Of a prompt. `check_prompt_lengths` refuses more than the model can use."""
+Texts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1), AtMost(MAX_PROMPTS)]
+ManyTokenIds = Annotated[list[TokenIds], Field(min_length=1), AtMost(MAX_PROMPTS)]
 Count = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-Timeout = Annotated[float, Field(gt=0)]
+Timeout = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """Seconds for a whole request; never more than the server's limit."""
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+RepetitionPenalty = Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=100)]
 BiasKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]  # one spelling per token
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
-CONSTRAINTS = (
-    *("response_format", "regex", "grammar", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-    *("structured_outputs", "json_schema", "ebnf"),
-)
-"""Fields that constrain the text, under the names of this and other servers: they are never ignored."""
 SAME_NAMES = (
     *("temperature", "seed", "frequency_penalty", "presence_penalty", "top_k", "min_p", "repetition_penalty"),
     *("min_tokens", "ignore_eos", "stop_token_ids", "stop"),
@@ -52,9 +88,16 @@ SAME_NAMES = (
 """Fields that have the same names in the engine."""
 
 
-class RequestBody(BaseModel):
-    """The body of a request. Unknown fields are accepted and named in a header of the answer."""
+def any_given(*names: str) -> dict[str, Any]:
+    """Return the JSON schema of an object that has a value, not null, for at least one of these fields."""
+    return {"anyOf": [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in names]}
 
+
+class RequestBody(BaseModel):
+    """The body of a request. Unknown fields are refused if they change the answer, else named in a header of it."""
+
+    refused: ClassVar[Mapping[str, Refused]] = {}
+    """Further fields that are refused in this format."""
     model_config = ConfigDict(strict=True, extra="allow", populate_by_name=False, protected_namespaces=())
 
 
@@ -64,10 +107,42 @@ class JsonObject(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", populate_by_name=True, protected_namespaces=())
 
 
-class StreamOptions(JsonObject):
+class RequestObject(JsonObject):
+    """An object inside a request's body. Unknown fields are refused if they change the answer, else ignored."""
+
+    refused: ClassVar[Mapping[str, Refused]] = {}
+    """Fields that are refused in this object."""
+    model_config = ConfigDict(extra="allow", populate_by_name=False)
+
+
+@dataclass(frozen=True)
+class DescribedBy:
+    """Gives a value that other code checks the JSON schema of a model.
+
+    Args:
+        model: describes it.
+    """
+
+    model: type[BaseModel]
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return handler(self.model.__pydantic_core_schema__)
+
+
+def read_messages(messages: Any, default_role: str = "") -> list[dict[str, Any]]:
+    """Return messages as chat templates expect them; raise ApiError 400 that names what is wrong."""
+    try:
+        return normalize_messages(messages, default_role)
+    except MessageError as error:
+        code = "missing_required_parameter" if error.is_missing else "invalid_value"
+        raise invalid(str(error), error.param, code) from error
+
+
+class StreamOptions(RequestObject):
     """What a stream contains beside text."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(None, description="With include_usage: usage so far in each chunk.")
 
 
 class SamplingFields(RequestBody):
@@ -79,18 +154,18 @@ class SamplingFields(RequestBody):
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: Seed | None = None
     stop: Stop | Stops | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[BiasKey, Bias], Field(max_length=MAX_BIASES)] | None = None
+    logit_bias: Annotated[dict[BiasKey, Bias], AtMost(MAX_BIASES)] | None = None
     user: str | None = Field(None, max_length=4096)
     top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], AtMost(MAX_STOP_TOKEN_IDS)] | None = None
     timeout: Timeout | None = Field(None, description="Seconds for the whole request.")
     return_token_ids: bool | None = Field(None, description="Also return the ids of the generated tokens.")
 
@@ -112,6 +187,12 @@ class SamplingFields(RequestBody):
     def includes_usage(self) -> bool:
         """True if a stream ends with its usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def includes_usage_so_far(self) -> bool:
+        """True if each chunk of a stream says how many tokens its choice has."""
+        options = self.stream_options
+        return self.includes_usage and options is not None and bool(options.continuous_usage_stats)
 
 
 class Usage(JsonObject):
@@ -155,10 +236,10 @@ def parse(body: bytes) -> dict[str, Any]:
     """Return a body as a JSON object.
 
     Raises:
-        ApiError: it is not one. NaN, infinities, invalid UTF-8, lone surrogates and too deep nesting are not JSON.
+        ApiError: it is not one, or has too many arrays and objects: see `parse_json`.
     """
     try:
-        data = from_json(body, allow_inf_nan=False)
+        data = parse_json(body)
     except ValueError as error:
         raise invalid(f"The body is not valid JSON: {str(error)[:200]}.", None, "invalid_json") from error
     if not isinstance(data, dict):
@@ -168,8 +249,10 @@ def parse(body: bytes) -> dict[str, Any]:
 
 def validate(model: type[Model], data: Mapping[str, Any]) -> Model:
     """Return a body as an instance of its format; raise ApiError 400 that names the first wrong field."""
+    if issubclass(model, RequestBody):
+        check_unknown(data, model.model_fields, {**REFUSED, **model.refused})
     try:
-        return model.model_validate(data)
+        made = model.model_validate(data)
     except ValidationError as errors:
         first, param = _best_error(errors, data)
         code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
@@ -181,6 +264,22 @@ def validate(model: type[Model], data: Mapping[str, Any]) -> Model:
             forms = str(field.description).removeprefix(FORMS).rstrip(".")
             reason = f"{reason}: {forms}" if code == "missing_required_parameter" else f"it is none of these: {forms}"
         raise invalid(f"{param or 'The body'}: {reason}.", param, code) from errors
+    for name in model.model_fields:
+        _check_objects(getattr(made, name), name)
+    return made
+
+
+def _check_objects(value: Any, path: str) -> None:
+    """Raise ApiError 400 if an object in a request has a field that would change the answer if it were known."""
+    if isinstance(value, list):
+        if value and isinstance(value[0], RequestObject):  # never among a million token ids
+            for i, item in enumerate(value):
+                _check_objects(item, f"{path}[{i}]")
+    elif isinstance(value, RequestObject):
+        fields = {field.alias or name: name for name, field in type(value).model_fields.items()}
+        check_unknown(value.model_extra or {}, fields, value.refused, f"{path}.")
+        for key, name in fields.items():
+            _check_objects(getattr(value, name), f"{path}.{key}")
 
 
 def _best_error(errors: ValidationError, data: Any) -> tuple[Any, str | None]:
@@ -221,5 +320,5 @@ def field_path(loc: tuple[int | str, ...], data: Any, *, missing: bool = False) 
 
 
 def unknown_fields(body: RequestBody) -> list[str]:
-    """Return the top-level fields that the format does not know."""
-    return sorted(body.model_extra or ())
+    """Return the top-level fields that the format does not know, and that have no effect."""
+    return list_ignored(body.model_extra or {}, body.refused)

@@ -6,6 +6,7 @@ from inferplane.types.batch import FEW_TOKENS, STEP_KINDS, Batch, HostLens, Mode
 from inferplane.types.device import HOST, DeviceState, Feature, Features, Memory, Presence, Probe
 from inferplane.types.kernel import (
     RANK_COMPOSED,
+    RANK_FUSED,
     RANK_PORTABLE,
     RANK_TUNED,
     Context,
@@ -17,6 +18,7 @@ from inferplane.types.kv import KVCache, KVKind, KVLayout, KVRequest, LayerKV, L
 from inferplane.types.placement import WHOLE, Placement, Shard
 from inferplane.types.qtensor import QTensor
 from inferplane.types.weight import CANONICAL, PLAIN, ActivationQuant, Packing, Weight
+from inferplane.types.weight_format import WeightFormat, read_tensor
 
 __all__ = [
     "CANONICAL",
@@ -24,6 +26,7 @@ __all__ = [
     "HOST",
     "PLAIN",
     "RANK_COMPOSED",
+    "RANK_FUSED",
     "RANK_PORTABLE",
     "RANK_TUNED",
     "STEP_KINDS",
@@ -56,6 +59,8 @@ __all__ = [
     "Shard",
     "StepKind",
     "Weight",
+    "WeightFormat",
     "When",
+    "read_tensor",
     "register_kv_kind",
 ]

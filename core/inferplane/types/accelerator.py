@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from inferplane.errors import DeviceError
+from inferplane.renamed import old_keywords, warn_of_old_name
 from inferplane.types.backend import Backend
 from inferplane.types.device import Memory
 
@@ -40,17 +41,17 @@ class Accelerator(Backend):
 
     # -- for `open()`
 
-    def require_free_place(self, rivals: Sequence[str]) -> None:
+    def require_free_slot(self, other_modules: Sequence[str]) -> None:
         """Check that the slot for devices outside of torch is free: a process has one (PrivateUse1).
 
         Args:
-            rivals: modules that occupy it when they are imported.
+            other_modules: modules that occupy it when they are imported.
 
         Raises:
             DeviceError: another package occupies it.
         """
         owner = torch._C._get_privateuse1_backend_name()
-        imported = [module for module in rivals if module in sys.modules]
+        imported = [module for module in other_modules if module in sys.modules]
         if imported or owner not in ("privateuseone", self.torch_device):
             raise DeviceError(
                 f"Device {self.name!r} cannot be used: torch has one slot for outside devices (PrivateUse1), and "
@@ -58,16 +59,35 @@ class Accelerator(Backend):
                 remedy="start another process, with TORCH_DEVICE_BACKEND_AUTOLOAD=0 if the other package loads itself",
             )
 
+    def require_free_place(self, rivals: Sequence[str]) -> None:
+        """The name of `require_free_slot` until 0.2."""
+        warn_of_old_name("Accelerator.require_free_place", "require_free_slot")
+        self.require_free_slot(rivals)
+
+    @old_keywords(
+        usable="counted_devices",
+        visible="visibility_variables",
+        look="diagnosis",
+        fit="version_hint",
+        one="device_label",
+    )
     @contextmanager
-    def opening(self, usable: str, visible: Sequence[str], look: str, fit: str = "", one: str = "") -> Iterator[Any]:
+    def opening(
+        self,
+        counted_devices: str,
+        visibility_variables: Sequence[str],
+        diagnosis: str,
+        version_hint: str = "",
+        device_label: str = "",
+    ) -> Iterator[Any]:
         """Context of the body of `open()`: yields the runtime, and turns every failure into a DeviceError.
 
         Args:
-            usable: the name of what the runtime counts: "GPUs that Acme can use".
-            visible: environment variables that select devices.
-            look: how to diagnose a failure: "see the output of `acme-smi`".
-            fit: which versions must match; follows `look` if the runtime itself fails.
-            one: the name of one device; default: torch's name.
+            counted_devices: the devices that the runtime counts, in the plural: "GPUs that Acme can use".
+            visibility_variables: environment variables that select devices.
+            diagnosis: how to diagnose a failure: "see the output of `acme-smi`".
+            version_hint: which versions must match; follows `diagnosis` if the runtime itself fails.
+            device_label: the name of one device; default: torch's name.
 
         Raises:
             DeviceError: the probe did not find the device available, the runtime fails, or there is no such index.
@@ -79,11 +99,13 @@ class Accelerator(Backend):
             runtime = self.runtime()
             count = runtime.device_count() if runtime.is_available() else 0
             if self.index >= count:
-                setting = ", ".join(f"{variable}={os.environ.get(variable, 'not set')}" for variable in visible)
+                setting = ", ".join(
+                    f"{variable}={os.environ.get(variable, 'not set')}" for variable in visibility_variables
+                )
                 raise DeviceError(
-                    f"{f'{one} {self.index}' if one else self.torch_device_indexed} was requested.",
-                    there_is=f"{count} {usable}, {setting}",
-                    remedy=f"choose an index below {count}" if count else look,
+                    f"{f'{device_label} {self.index}' if device_label else self.torch_device_indexed} was requested.",
+                    there_is=f"{count} {counted_devices}, {setting}",
+                    remedy=f"choose an index below {count}" if count else diagnosis,
                 )
             yield runtime
         except DeviceError:
@@ -92,7 +114,7 @@ class Accelerator(Backend):
             raise DeviceError(
                 f"Device {self.name!r} cannot be used: {type(error).__name__}: {' '.join(str(error).split())}.",
                 there_is=probe.reason,
-                remedy=f"{look}; {fit}" if fit else look,
+                remedy=f"{diagnosis}; {version_hint}" if version_hint else diagnosis,
             ) from error
 
     def select(self) -> None:

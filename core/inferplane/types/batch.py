@@ -39,6 +39,13 @@ class HostLens:
     seq_lens: tuple[int, ...]
 
 
+class TableRows(NamedTuple):
+    """A step's slots `[T]` and block tables `[B, max blocks]` in a further block table, as in `Batch`."""
+
+    slots: torch.Tensor
+    block_tables: torch.Tensor
+
+
 class Row(NamedTuple):
     """One sequence of a batch: its token rows `start:stop`, its length in tokens including them, its block table
     `[blocks]`."""
@@ -70,6 +77,8 @@ class Batch(Scratch):
         host_lens: lengths on the host; None if the host does not know them when the step is launched.
         few: in mixed steps, the leading sequences with few query tokens as a separate batch; None if there are none.
         many: in mixed steps, the other sequences as a separate batch.
+        more_tables: slots and block tables for layers with block table 1, 2, ... (`for_table`); empty where all layers
+            share one block table.
     """
 
     ids: torch.Tensor
@@ -85,6 +94,36 @@ class Batch(Scratch):
     host_lens: HostLens | None = None
     few: Batch | None = None
     many: Batch | None = None
+    more_tables: tuple[TableRows, ...] = ()
+
+    def for_table(self, number: int) -> Batch:
+        """The step as layers with block table `number` see it: this batch for 0, else the same object in each call.
+
+        Raises:
+            UsageError: the step has fewer block tables.
+        """
+        if number == 0:
+            return self
+        if number > len(self.more_tables):
+            raise UsageError(
+                f"A layer reads block table {number} of a step.",
+                there_is=f"{1 + len(self.more_tables)} of each sequence, counted from 0",
+                remedy="make the batch of queries with `more_blocks`",
+            )
+        return self.once("inferplane.for_table", self._make_views)[number - 1]
+
+    def _make_views(self) -> list[Batch]:
+        views = [
+            replace(self, slots=slots, block_tables=block_tables, few=None, many=None, more_tables=())
+            for slots, block_tables in self.more_tables
+        ]
+        if self.few is None and self.many is None:
+            return views
+        return [_divide(view, 0 if self.few is None else self.few.seq_lens.shape[0]) for view in views]
+
+    def list_tables(self) -> list[TableRows]:
+        """Slots and block tables of every table, in order."""
+        return [TableRows(self.slots, self.block_tables), *self.more_tables]
 
     def split(self) -> tuple[Batch | None, Batch | None]:
         """The leading sequences with few query tokens, and the rest: each a separate batch, or None.
@@ -139,12 +178,14 @@ class Query:
         before: number of its tokens that are in the cache already.
         blocks: its blocks, enough for `before + len(ids)` tokens.
         logits: number of its last rows that need logits; None: all.
+        more_blocks: its blocks in block tables 1, 2, ..., if layers have several; as many in each as in `blocks`.
     """
 
     ids: Sequence[int]
     before: int
     blocks: Sequence[int]
     logits: int | None = None
+    more_blocks: Sequence[Sequence[int]] = ()
 
 
 def make_batch(
@@ -159,8 +200,8 @@ def make_batch(
         few_tokens: largest number of new tokens that counts as few.
 
     Raises:
-        UsageError: there is no sequence, or a sequence has no new tokens, has too few blocks, or has few new tokens
-            but comes after one with many.
+        UsageError: there is no sequence, or a sequence has no new tokens, has too few blocks, has other block tables
+            than the first, or has few new tokens but comes after one with many.
     """
     if not queries:
         raise UsageError("A batch without sequences.", remedy="leave the step out")
@@ -177,6 +218,9 @@ def make_batch(
             )
         if len(q.blocks) * block_tokens < total:
             raise UsageError(f"Sequence {i} has {len(q.blocks)} blocks of {block_tokens} tokens for {total} tokens.")
+    more_tables = queries[0].more_blocks
+    if more_tables or any(q.more_blocks for q in queries):
+        _check_more_tables(queries)
     starts = (0, *accumulate(counts))
     ids: list[int] = []
     positions: list[int] = []
@@ -191,37 +235,63 @@ def make_batch(
         logit_rows += range(start + n - last, start + n)
     width = max(len(q.blocks) for q in queries)
     tables = [(*q.blocks, *([0] * (width - len(q.blocks)))) for q in queries]
+    more = [_place(queries, t, width, block_tokens) for t in range(len(more_tables))]
     all_rows = len(logit_rows) == len(ids)
-    on_device = _send((ids, positions, slots, [] if all_rows else logit_rows), np.int64, device)
-    query_start, seq_lens, block_tables = _send((starts, lens, tables), np.int32, device)
+    sent = _send((ids, positions, slots, [] if all_rows else logit_rows, *(s for s, _ in more)), np.int64, device)
+    query_start, seq_lens, *sent_tables = _send((starts, lens, tables, *(t for _, t in more)), np.int32, device)
     batch = Batch(
-        ids=on_device[0],
-        positions=on_device[1],
-        slots=on_device[2],
+        ids=sent[0],
+        positions=sent[1],
+        slots=sent[2],
         query_start=query_start,
         seq_lens=seq_lens,
-        block_tables=block_tables,
-        logit_rows=None if all_rows else on_device[3],
+        block_tables=sent_tables[0],
+        logit_rows=None if all_rows else sent[3],
         kind="decode" if split == len(queries) else "mixed",
         max_query_tokens=max(counts),
         max_seq_tokens=max(lens),
         host_lens=HostLens(starts, tuple(lens)),
+        more_tables=tuple(map(TableRows, sent[4:], sent_tables[1:])),
     )
-    if batch.kind == "decode":
-        return batch
-    return replace(
-        batch,
-        few=_part(batch, 0, split, "decode") if split else None,
-        many=_part(batch, split, len(queries), "mixed"),
-    )
+    return batch if batch.kind == "decode" else _divide(batch, split)
 
 
-def _send(parts: Sequence[Sequence[Any]], dtype: Any, device: torch.device | str) -> Sequence[torch.Tensor]:
+def _divide(batch: Batch, split: int) -> Batch:
+    """A mixed batch with its first `split` sequences as `few` and the others as `many`."""
+    few = _part(batch, 0, split, "decode") if split else None
+    return replace(batch, few=few, many=_part(batch, split, batch.seq_lens.shape[0], "mixed"))
+
+
+def _check_more_tables(queries: Sequence[Query]) -> None:
+    for i, q in enumerate(queries):
+        have, want = [len(blocks) for blocks in q.more_blocks], [len(q.blocks)] * len(queries[0].more_blocks)
+        if have != want:
+            raise UsageError(
+                f"Sequence {i} has {have} blocks in further block tables.",
+                there_is=f"{want} expected: {len(q.blocks)} in its first table, and as many tables as sequence 0 has",
+            )
+
+
+def _place(
+    queries: Sequence[Query], table: int, width: int, block_tokens: int
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Slots `[T]` of all new tokens, and block tables `[B, width]`, of a further block table."""
+    tables = np.zeros((len(queries), width), np.int32)
+    slots = []
+    for i, q in enumerate(queries):
+        row = tables[i]
+        row[: len(q.blocks)] = q.more_blocks[table]
+        positions = np.arange(q.before, q.before + len(q.ids))
+        slots.append(row[positions // block_tokens].astype(np.int64) * block_tokens + positions % block_tokens)
+    return np.concatenate(slots), tables
+
+
+def _send(parts: Sequence[Any], dtype: Any, device: torch.device | str) -> Sequence[torch.Tensor]:
     """Copy each part, numbers or rows of numbers, to the device as a tensor.
 
     All parts travel in one copy; each begins at a multiple of 64 bytes, which kernels rely on.
     """
-    arrays = [np.array(part, dtype) for part in parts]
+    arrays = [np.asarray(part, dtype) for part in parts]
     if (device if isinstance(device, str) else device.type) == HOST:
         return [torch.from_numpy(array) for array in arrays]
     pieces: list[np.ndarray] = []

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from inferplane.renamed import old_keywords
+
 HOST = "cpu"
 """torch's name for host memory, where checkpoints are staged. Never used as the name of a backend."""
 
@@ -71,6 +73,7 @@ class Features(Mapping[str, Feature]):
     def __len__(self) -> int:
         return len(self._known)
 
+    @old_keywords(wanted="required")
     def lacking(self, required: Iterable[str]) -> list[str]:
         """One sentence for each required feature that is absent or unknown."""
         out = []

@@ -11,15 +11,17 @@ from typing import Any
 
 import torch
 
-from inferplane.errors import KernelError
+from inferplane.errors import KernelError, in_words
+from inferplane.renamed import NewName, old_attributes, old_names, warn_of_old_name
 from inferplane.types.batch import StepKind
 from inferplane.types.device import Features
 from inferplane.types.kv import Layouts
-from inferplane.types.renamed import old_names
 from inferplane.types.weight import PLAIN, Packing, Weight
 
 RANK_TUNED = 90
 """Rank of vendor- or hand-tuned kernels that were measured."""
+RANK_FUSED = 70
+"""Rank of a vendor's fused operators: below the band of measured kernels, since they were not measured here."""
 RANK_PORTABLE = 50
 """Rank of portable compiled kernels."""
 RANK_COMPOSED = 10
@@ -60,6 +62,8 @@ class When:
         features: hardware features that must be present.
         needs: `(words, predicate)`; the predicate receives the op and returns True if the kernel can compute it. The
             words complete the sentence "needs ...".
+        extensions: what ops got after their first kernels were written, and the kernel computes too: "op.field" of a
+            field ("rms_norm.offset"), or the name of an op below. An op that uses another one is refused.
     """
 
     dtypes: tuple[torch.dtype, ...] = ()
@@ -68,6 +72,7 @@ class When:
     step_kinds: tuple[StepKind, ...] = ()
     features: tuple[str, ...] = ()
     needs: tuple[tuple[str, Callable[[Any], bool]], ...] = ()
+    extensions: tuple[str, ...] = ()
 
     def refusals(self, op: Any, ctx: Context, formats: Iterable[str]) -> list[str]:
         """Every reason, in words, why this kernel cannot serve `op` in `ctx`; empty when it can."""
@@ -88,11 +93,23 @@ class When:
                 if not predicate(op):
                     out.append(f"needs {words}")
             except Exception as error:
-                out.append(f"its predicate {words!r} raised {type(error).__name__}: {error}")
+                out.append(f"its predicate {words!r} raised {in_words(error)}")
         return out
 
+    def refuse_extensions(self, used: Iterable[str]) -> list[str]:
+        """The reason why this kernel cannot serve an op that uses these extensions, or empty."""
+        unknown = sorted(set(used) - set(self.extensions))
+        return [f"does not compute {', '.join(unknown)}"] if unknown else []
 
-@old_names({"codes": "quantizes_activations_to", "coarser": "is_less_precise_than"})
+
+@old_attributes({"coarser": "is_less_precise_than"})
+@old_names(
+    {
+        "codes": "quantizes_activations_to",
+        "chain": NewName("stack_function", warns=False),
+        "whole": NewName("model_function", warns=False),
+    }
+)
 @dataclass(frozen=True, eq=False)
 class Kernel:
     """One implementation of an op by a provider.
@@ -103,23 +120,32 @@ class Kernel:
         target: the function, or its dotted name "module:function", imported at link only. It takes a view (the op's
             field names, weights in this kernel's packings) and then exactly the parameters of the op's `__call__`.
         when: when it may be used.
-        rank: 90 tuned and measured, 50 portable, 10 composed from torch; the highest rank wins.
+        rank: `RANK_TUNED` 90, `RANK_FUSED` 70, `RANK_PORTABLE` 50, `RANK_COMPOSED` 10, or between; the highest wins.
         packs: weight path below the op ("weight", "gate_up.weight") -> packing; other weights are canonical.
         prepare: `(op, ctx) -> object`, called once at link for each chosen kernel; the view has the result as
             `prepared`.
+        stack_function: `chain` of a "decoder_layer" kernel of plugin API 1.0, which runs all layers in one call:
+            `(views, x, residual, batch, caches) -> (x, residual)`. It becomes a kernel of "decoder_stack" that inlines
+            the kernels with this same function (`inferplane.plugins.old_kernels`), and ends with the next minor
+            release, as `model_function` does.
+        model_function: `whole` beside a chain, which runs a model's step in one call: `(model, batch, cache) ->
+            (logits, hidden)` before `gather`, or None. It becomes a kernel of "causal_lm".
+        capture_safe: it may run under graph capture.
+        batch_invariant: a row's result does not depend on the other rows.
+        needs_host_lens: it reads `batch.host_lens`.
+        extra_error: error that its number format adds to the op's tolerance. If it is not 0, the kernel is chosen only
+            by a pin, or if every quantized weight requests that its activations are quantized to that format.
+        quantizes_activations_to: format to which the kernel quantizes its unquantized activations ("fp8", "int8");
+            empty: it does not.
+        note: a sentence for `explain` (source, measured figure).
         inlines: child path below the op ("head", or a pattern: "*") -> names of the kernels that this kernel can run
             inside its own call. The children are bound as under the op's body, and this kernel is refused if one of
             them is bound to anything else. Its view holds the *view* of each such child, which knows its `kernel`;
             other children are bound callables. `view.body` is the bound body, for calls that the kernel cannot run.
             Results equal those of the body to the last bit. Such a kernel has no `packs`.
-        capture_safe: it may run under graph capture.
-        batch_invariant: a row's result does not depend on the other rows.
-        needs_host_lens: it reads `batch.host_lens`.
-        extra_error: error that its number format adds to the op's tolerance. If it is not 0, the kernel is chosen only
-            by a pin, or if every quantized weight requests `quantizes_activations_to`.
-        quantizes_activations_to: format to which the kernel quantizes its unquantized activations ("fp8", "int8");
-            empty: it does not.
-        note: a sentence for `explain` (source, measured figure).
+
+    Raises:
+        KernelError: `model_function` without `stack_function`.
     """
 
     op: str
@@ -129,13 +155,24 @@ class Kernel:
     rank: int = RANK_COMPOSED
     packs: Mapping[str, Packing] = field(default_factory=dict)
     prepare: Callable[[Any, Context], Any] | None = None
-    inlines: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    stack_function: Callable[..., Any] | None = None
+    model_function: Callable[..., Any] | None = None
     capture_safe: bool = False
     batch_invariant: bool = False
     needs_host_lens: bool = False
     extra_error: float = 0.0
     quantizes_activations_to: str = ""
     note: str = ""
+    inlines: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.stack_function is not None:
+            warn_of_old_name("Kernel.chain", 'a kernel of "decoder_stack" with `inlines`', stacklevel=5)
+        elif self.model_function is not None:
+            raise KernelError(
+                f"Kernel {self.name} for op {self.op!r} has a whole step, but no chain.",
+                remedy='declare a kernel of "causal_lm" with `inlines`, or a chain too',
+            )
 
     @property
     def name(self) -> str:
@@ -161,8 +198,7 @@ class Kernel:
                 raise TypeError(f"{type(found).__name__} is not callable")
         except Exception as error:
             raise KernelError(
-                f"Kernel {self.name} for op {self.op!r}: {self.target} cannot be imported "
-                f"({type(error).__name__}: {error}).",
+                f"Kernel {self.name} for op {self.op!r}: {self.target} cannot be imported ({in_words(error)}).",
                 remedy=f"install the runtime of provider {self.provider!r}, or pin another provider for {self.op!r}",
             ) from error
         return found
@@ -172,9 +208,18 @@ class Kernel:
         quantized = self.quantizes_activations_to
         return self.extra_error > 0 and not (quantized and op.activation_quants() == {quantized})
 
-    def inlined(self, path: str) -> tuple[str, ...]:
+    def find_inlined(self, path: str) -> tuple[str, ...]:
         """Names of the kernels that it can run inside its own call for the child at `path`; empty: it runs none."""
         return next((names for pattern, names in self.inlines.items() if fnmatch.fnmatchcase(path, pattern)), ())
+
+    def _find_extensions(self, op: Any) -> frozenset[str]:
+        """The extensions that it must compute itself: children that it does not inline are bound by themselves."""
+        # Tests of plugins for API 1.0 pass stand-ins of ops that have what ops had then.
+        used: frozenset[str] = op.extensions() if hasattr(op, "extensions") else frozenset()
+        if not used or not self.inlines:
+            return used
+        inlined = (child for path, child in op.children() if self.find_inlined(path))
+        return used & op.own_extensions().union(*(child.extensions_below() for child in inlined))
 
     def refusals(self, op: Any, ctx: Context, formats: Iterable[str]) -> list[str]:
         """Every reason, in words, why it cannot serve `op` in `ctx`: from `when` and from the plan's options.
@@ -183,7 +228,7 @@ class Kernel:
         """
         if self.inlines:
             formats = {value.format for _, value in op.items() if isinstance(value, Weight)}
-        out = self.when.refusals(op, ctx, formats)
+        out = self.when.refusals(op, ctx, formats) + self.when.refuse_extensions(self._find_extensions(op))
         if ctx.deterministic and not self.batch_invariant:
             out.append("deterministic=True binds only batch-invariant kernels")
         if self.needs_host_lens and not ctx.host_lens:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from inferplane.errors import UsageError
+from inferplane.renamed import warn_of_old_name
 from inferplane.types.device import HOST
 from inferplane.types.scratch import Scratch
 
@@ -111,6 +113,23 @@ class LayerKV(Scratch, ABC):
     layout: str
     block_tokens: int
     request: KVRequest
+    shares: LayerKV | None = None
+    """The cache whose memory this one uses (`share`); None: it has memory of its own."""
+
+    def share(self, request: KVRequest) -> LayerKV:
+        """(optional) This cache as a further layer sees it, whose entries lie in other blocks of the same memory.
+
+        Default: a shallow copy with the other request. Override it if that does not share the memory.
+
+        Args:
+            request: of the further layer; it differs in its window at most.
+        """
+        if replace(request, window=None) != replace(self.request, window=None):
+            raise UsageError(
+                f"A layer that stores {request} cannot use the memory of one that stores {self.request}.",
+                remedy="share memory only between layers whose entries have the same shapes",
+            )
+        return self.copy_with(request=request, shares=self.shares or self)
 
     @abstractmethod
     def write(self, slots: torch.Tensor, *values: torch.Tensor) -> None:
@@ -166,7 +185,7 @@ class LayerKV(Scratch, ABC):
         if have != want:
             raise UsageError(
                 f"KV layout {self.layout} cannot load tensors of shapes {have}.",
-                there_is=f"room for {want}",
+                there_is=f"shapes {want}",
                 remedy="load only what the same layout exported",
             )
 
@@ -213,8 +232,31 @@ class KVCache:
         layers: one `LayerKV` per layer.
         blocks: number of blocks in each layer.
         block_tokens: tokens per block, the same for every layer.
+        extra: not used by Inferplane; what a backend's `build_kv_cache` put there in 0.1. It ends with the next minor
+            release: keep such objects on a `LayerKV`, or in its `once`.
+        tables: number of the block table of each layer: layer i reads `batch.for_table(tables[i])`. Empty: all layers
+            read the batch itself.
     """
 
     layers: tuple[LayerKV, ...]
     blocks: int
     block_tokens: int
+    extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    tables: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.extra:
+            warn_of_old_name("KVCache.extra", "an attribute of its LayerKV objects", stacklevel=4)
+
+    @property
+    def num_tables(self) -> int:
+        """Number of block tables that a sequence has."""
+        return max(self.tables, default=0) + 1
+
+    def list_tables(self) -> tuple[int, ...]:
+        """The number of each layer's block table."""
+        return self.tables or (0,) * len(self.layers)
+
+    def storages(self) -> list[LayerKV]:
+        """A cache for each distinct memory: layers in different block tables may share one (`LayerKV.share`)."""
+        return [*{id(layer.shares or layer): layer.shares or layer for layer in self.layers}.values()]

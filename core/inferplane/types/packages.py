@@ -13,7 +13,7 @@ from packaging.version import InvalidVersion, Version
 from inferplane.types.device import Feature
 
 
-def installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
     """True if a top-level module can be imported; it is not imported."""
     try:
         return find_spec(module) is not None
@@ -40,7 +40,7 @@ def minor_of(version: str) -> str:
 
 def libraries_of(package: str, pattern: str) -> list[str]:
     """Paths of the files of an installed package that match a shell pattern, sorted; the package is not imported."""
-    spec = find_spec(package) if installed(package) else None
+    spec = find_spec(package) if is_installed(package) else None
     folders = list(spec.submodule_search_locations or ()) if spec else []
     return sorted(path for folder in folders for path in glob(os.path.join(folder, pattern)))
 

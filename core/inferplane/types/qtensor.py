@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from inferplane.errors import UsageError
+from inferplane.renamed import old_attributes
 
 
+@old_attributes({"expanded_scale": "expand_scale"})
 @dataclass(frozen=True)
 class QTensor:
     """Integers or FP8 numbers with scales (and zero points) per block: `value = (data - zero) * scale`.
@@ -63,7 +65,7 @@ class QTensor:
         """Bytes of data, scales and zero points in this form (one byte per int4 entry)."""
         return sum(t.numel() * t.element_size() for t in (self.data, self.scale, self.zero) if t is not None)
 
-    def expanded_scale(self) -> torch.Tensor:
+    def expand_scale(self) -> torch.Tensor:
         """One scale per entry, float32 `[..., N, K]`."""
         return _expand(self.scale, self.block, self.shape)
 
@@ -80,7 +82,7 @@ class QTensor:
         value = self.data.float()
         if self.zero is not None:
             value = value - _expand(self.zero.float(), self.block, self.shape)
-        return (value * self.expanded_scale()).to(dtype)
+        return (value * self.expand_scale()).to(dtype)
 
     def refine(self, rows: int) -> QTensor:
         """The same values with scales for blocks of `rows` rows; `rows` must divide the current rows per block."""
@@ -174,6 +176,31 @@ def largest(scales: list[torch.Tensor | None]) -> torch.Tensor | None:
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
     """Shape of the scales of a tensor `[..., N, K]` with blocks of `block` rows and columns."""
     return (*shape[:-2], math.ceil(shape[-2] / block[0]), math.ceil(shape[-1] / block[1]))
+
+
+def scales(amax: torch.Tensor, top: float, power_of_two: bool = False) -> torch.Tensor:
+    """`amax / top`, or 1 where that is 0: for zeros, and for numbers too small to be divided. NaN and infinity remain,
+    so that no entry of their group is read as a number.
+
+    Args:
+        amax: float32, largest magnitudes of groups.
+        top: largest magnitude of the format.
+        power_of_two: round up to powers of two.
+    """
+    scale = amax / top
+    if power_of_two:
+        rounded = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+        scale = torch.where(scale.isfinite(), rounded, scale)
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
+
+
+def round_entries(scaled: torch.Tensor, dtype: torch.dtype, top: float) -> torch.Tensor:
+    """Scaled entries in the format's dtype, rounded to nearest even. A scale with few significant bits, which numbers
+    below 1e-41 have, may leave entries beyond `top`: they saturate. NaN remains in FP8, and is 0 in int8, whose scale
+    then is NaN.
+    """
+    limited = scaled.clamp(-top, top)
+    return limited.round().nan_to_num(0.0).to(dtype) if dtype is torch.int8 else limited.to(dtype)
 
 
 def _own(part: torch.Tensor) -> torch.Tensor:

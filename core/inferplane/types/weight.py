@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from inferplane.renamed import NewName, old_names, warn_of_old_name
 from inferplane.types.placement import WHOLE, Shard
 from inferplane.types.qtensor import QTensor
-from inferplane.types.renamed import NewName, old_names
 
 PLAIN = "plain"
 
@@ -33,6 +33,13 @@ class ActivationQuant:
 
     def __str__(self) -> str:
         return f"{self.format}_static" if self.static else self.format
+
+
+OLD_OUTPUT_QUANT = {
+    "codes": NewName("output_quant", to_old=lambda quant: "" if quant is None else quant.format),
+    "codes_group": NewName("output_quant", to_old=lambda quant: 0 if quant is None else quant.group),
+}
+"""What kernels of norms read in plugin API 1.0."""
 
 
 def _from_old_act(act: str) -> ActivationQuant | None:
@@ -74,6 +81,11 @@ class Weight:
     rows: tuple[int, ...] = ()
     activation_quant: ActivationQuant | None = None
 
+    def __post_init__(self) -> None:
+        if isinstance(self.activation_quant, str):  # given by its place, as in plugin API 1.0
+            warn_of_old_name("Weight.act", "activation_quant", stacklevel=5)
+            object.__setattr__(self, "activation_quant", _from_old_act(self.activation_quant))
+
     def shard_of(self, part: int) -> Shard:
         """The slice that this rank reads of one part."""
         return self.shard[part] if isinstance(self.shard, tuple) else self.shard
@@ -98,30 +110,33 @@ class Packing:
     """A named weight layout. Kernels that request the same name share one packed copy.
 
     Args:
-        name: unique; by convention `provider.layout` ("acme.tiled"). "plain" and names that begin with "plain > " are
-            reserved for `dequantize_first`.
+        name: unique; by convention `provider.layout` ("acme.tiled"). "plain" and "canonical" are reserved.
         fn: canonical tensor or `QTensor` -> what the kernel reads. Pure; may return any object that holds tensors.
         dense: entries of fewer than 8 bits share bytes; in the canonical form each entry has its own byte.
-        dequantized: quantized weights are dequantized before `fn`.
+        dequantized: quantized weights are dequantized before `fn`; set by `dequantize_first`.
     """
 
     name: str
     fn: Callable[[Any], Any] = field(default=_same, compare=False)
     dense: bool = field(default=False, compare=False)
-    dequantized: bool = field(default=False, compare=False)
+    dequantized: bool = False
 
     def dequantize_first(self, dtype: torch.dtype) -> Packing:
-        """The same packing of the weight's dequantized values in `dtype`, under a name of its own."""
-        name = PLAIN if self.name == CANONICAL.name else f"{PLAIN} > {self.name}"
+        """The same packing of the weight's dequantized values in `dtype`."""
         fn = self.fn
-        return Packing(name, lambda q: fn(q.dequantize(dtype) if isinstance(q, QTensor) else q), dequantized=True)
+        return Packing(self.name, lambda q: fn(q.dequantize(dtype) if isinstance(q, QTensor) else q), dequantized=True)
+
+    @property
+    def label(self) -> str:
+        """The name in messages and in explain: "plain > " stands before that of a packing of dequantized values."""
+        if not self.dequantized:
+            return self.name
+        return PLAIN if self.name == CANONICAL.name else f"{PLAIN} > {self.name}"
 
     @property
     def has_reserved_name(self) -> bool:
-        """True if the name could be that of a packing made by `dequantize_first`, or is "canonical" on another one."""
-        if self.name == CANONICAL.name:
-            return self.fn is not CANONICAL.fn
-        return self.name.split(" > ")[0] == PLAIN
+        """True if the name is "plain", or "canonical" on a packing that is not `CANONICAL`."""
+        return self.name == PLAIN or (self.name == CANONICAL.name and self.fn is not CANONICAL.fn)
 
 
 CANONICAL = Packing("canonical")

@@ -35,14 +35,14 @@ def _packed(format: str, *shape: int) -> Any:
 
 
 def _product(products: Products, rows: int, format: str, act: str) -> None:
-    from inferplane.kernels.triton.matmul import matmul, plain_input, quantized_input
+    from inferplane.kernels.triton.matmul import make_plain_input, make_quantized_input, matmul
 
-    x = replace(plain_input(torch.empty(rows, DEPTH, dtype=torch.bfloat16)), quantize=act == "here")
+    x = replace(make_plain_input(torch.empty(rows, DEPTH, dtype=torch.bfloat16)), quantize=act == "here")
     if act in ("fp8", "int8"):
         group = 128 if act == "fp8" else 0
         scales = torch.empty(rows, DEPTH // 128 if group else 1)
         kind = torch.uint8 if act == "fp8" else torch.int8
-        x = quantized_input(torch.empty(rows, DEPTH, dtype=kind), scales, group, torch.bfloat16)
+        x = make_quantized_input(torch.empty(rows, DEPTH, dtype=kind), scales, group, torch.bfloat16)
     matmul(x, _packed(format, COLUMNS, DEPTH), products)
 
 
@@ -75,24 +75,28 @@ def _grouped(
     """The first product over experts, which deals with few rows, or with `last` the second one, which sums up; `act` as
     in `FORMS`.
     """
-    from inferplane.kernels.triton.matmul import plain_input, quantized_input
-    from inferplane.kernels.triton.moe import PairSum, grouped
+    from inferplane.kernels.triton.matmul import make_plain_input, make_quantized_input
+    from inferplane.kernels.triton.moe import GroupedResult, PairSum, multiply_grouped
 
     how, weight = products.choose_for_experts(rows), _packed(format, 8, 512, DEPTH)
     rest = torch.empty(64, DEPTH, dtype=torch.bfloat16)
     slots = torch.empty(8 * how.rows, dtype=torch.int32), torch.empty(8, dtype=torch.int32)
-    x = replace(plain_input(rest), quantize=act == "here")
+    x = replace(make_plain_input(rest), quantize=act == "here")
     if act in ("fp8", "int8"):
         group = 128 if act == "fp8" or last else 0
         kind = torch.uint8 if act == "fp8" else torch.int8
         scales = torch.empty(64, DEPTH // 128 if group else 1)
-        x = quantized_input(torch.empty(64, DEPTH, dtype=kind), scales, group, torch.bfloat16)
+        x = make_quantized_input(torch.empty(64, DEPTH, dtype=kind), scales, group, torch.bfloat16)
     few = rows == 1 and not last
-    grouped(
-        x, weight, slots, how, pairs=256, top_k=0 if last else 4, gated=not last, quantize=quantize,
-        weights=torch.empty(256) if last else None, fp8=products.fp8, ahead=products.ahead,
-        assign_from=torch.zeros(64, 4, dtype=torch.int64) if few else None,
+    result = GroupedResult(
+        gated=not last,
+        quantize=quantize,
+        weights=torch.empty(256) if last else None,
         pair_sum=PairSum(products.counters, 4, rest) if last else None,
+    )
+    multiply_grouped(
+        x, weight, slots, how, result, pairs=256, top_k=0 if last else 4, fp8=products.fp8, ahead=products.ahead,
+        assign_from=torch.zeros(64, 4, dtype=torch.int64) if few else None,
     )  # fmt: skip
 
 
@@ -137,10 +141,10 @@ def _static(products: Products, rows: int) -> None:
 
 
 def _gated(products: Products, rows: int) -> None:
-    from inferplane.kernels.triton.matmul import matmul, plain_input
+    from inferplane.kernels.triton.matmul import make_plain_input, matmul
 
-    matmul(plain_input(torch.empty(rows, DEPTH, dtype=torch.bfloat16)), _packed("fp8_block", 1024, DEPTH), products,
-            gated=True)  # fmt: skip
+    x = make_plain_input(torch.empty(rows, DEPTH, dtype=torch.bfloat16))
+    matmul(x, _packed("fp8_block", 1024, DEPTH), products, gated=True)
 
 
 PRODUCTS["product_bf16_fp8_gated"] = lambda products: _gated(products, 256)
@@ -187,10 +191,10 @@ def _(products: Products) -> None:
 
 
 def _hopper_product(rows: int) -> None:
-    from inferplane.kernels.triton.matmul import quantized_input
+    from inferplane.kernels.triton.matmul import make_quantized_input
     from inferplane_cuda.kernels.hopper.linear import matmul_fp8_blocks
 
-    x = quantized_input(
+    x = make_quantized_input(
         torch.empty(rows, DEPTH, dtype=torch.uint8), torch.empty(rows, DEPTH // 128), 128, torch.bfloat16
     )
     matmul_fp8_blocks(x, _packed("fp8_block", COLUMNS, DEPTH), None)
@@ -207,10 +211,14 @@ def _(products: Products) -> None:
 
 
 def _hopper_experts(*, weighted: bool) -> None:
-    from inferplane.kernels.triton.matmul import quantized_input
-    from inferplane_cuda.kernels.hopper.experts import gather_pairs, grouped_matmul
+    from inferplane.kernels.triton.matmul import make_quantized_input
+    from inferplane_cuda.kernels.hopper.experts import gather_pairs, multiply_grouped
 
     dealing = torch.empty(8 * 128, dtype=torch.int32), torch.empty(8, dtype=torch.int32)
-    x = quantized_input(torch.empty(64, DEPTH, dtype=torch.uint8), torch.empty(64, DEPTH // 128), 128, torch.bfloat16)
+    x = make_quantized_input(
+        torch.empty(64, DEPTH, dtype=torch.uint8), torch.empty(64, DEPTH // 128), 128, torch.bfloat16
+    )
     rows = gather_pairs(x, dealing, 8, 512)
-    grouped_matmul(rows, _packed("fp8_block", 8, COLUMNS, DEPTH), dealing, 512, torch.empty(512) if weighted else None)
+    multiply_grouped(
+        rows, _packed("fp8_block", 8, COLUMNS, DEPTH), dealing, 512, torch.empty(512) if weighted else None
+    )

@@ -23,6 +23,14 @@ def widen(handle):
     return Handle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
 
+def widen_fp8(handle):
+    """The interpreter reads NaN as 480."""
+    if handle.dtype.scalar != tl.float8e4nv:
+        return handle
+    bits = torch.from_numpy(np.ascontiguousarray(handle.data).view(np.uint8))
+    return Handle(bits.view(torch.float8_e4m3fn).float().numpy(), tl.float32)
+
+
 def rounded(values: np.ndarray):
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     nearest = (bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -57,6 +65,7 @@ def _rounding(method):
 
 def _dot(method):
     def dot(self, a, b, d, *options):
+        a, b = widen_fp8(a), widen_fp8(b)
         if not (is_bfloat16(a) or is_bfloat16(b)):
             return method(self, a, b, d, *options)
         product = np.matmul(widen(a).data, widen(b).data) + d.data

@@ -14,6 +14,8 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
+from inferplane.kernels.triton import rowwise
+
 
 def quicken() -> None:
     """Once a process, before a kernel runs."""
@@ -49,6 +51,15 @@ def quicken() -> None:
         element = of.element_ty if isinstance(of, tl.block_type) else of
         return addresses if isinstance(element, tl.pointer_type) else of_element(element)
 
+    reduce = interpreter.ReduceOps.apply_impl
+
+    def reduce_at_once(self: Any, tensors: Any) -> Any:
+        """As its own maximum, which drops NaN; others are computed entry by entry."""
+        if self.combine_fn is rowwise.larger_or_nan:
+            return self.min_max(tensors[0], val_reduce_op=np.max)
+        return reduce(self, tensors)
+
+    interpreter.ReduceOps.apply_impl = reduce_at_once
     addresses = np.dtype(np.uint64)
     interpreter._patch_builtin = patch_builtin
     interpreter._patch_lang = patch_once

@@ -14,7 +14,7 @@ from inferplane.binding import run_case
 from inferplane.kernels.triton import Products, Tiles, matrix_kernels, triton_kernels
 from inferplane.kernels.triton import dependent_launch as module
 from inferplane.kernels.triton import matmul as products_module
-from inferplane.kernels.triton.matmul import matmul, plain_input
+from inferplane.kernels.triton.matmul import make_plain_input, matmul
 from inferplane.kernels.triton.weight_packing import pack
 from inferplane.ops import OPS, encode
 from tests.gates.interpreter.benches import bench
@@ -107,7 +107,7 @@ def test_results_are_the_same_and_weights_are_fetched(format, depth, rows, gated
     generator = torch.Generator().manual_seed(4)
     weight = torch.randn(80, depth, generator=generator).bfloat16()
     packed = pack(weight if format == "plain" else encode(weight, format))
-    x = plain_input(torch.randn(rows, depth, generator=generator).bfloat16())
+    x = make_plain_input(torch.randn(rows, depth, generator=generator).bfloat16())
     assert torch.equal(matmul(x, packed, AHEAD, gated=gated), matmul(x, packed, OFF, gated=gated))
     if rows > products_module.MAX_PREFETCH_ROWS:
         assert watch.fetched == []
@@ -126,7 +126,7 @@ def test_results_are_the_same_and_weights_are_fetched(format, depth, rows, gated
 def test_what_is_touched_too_early_is_seen(watch, monkeypatch):
     """The same products without their wait."""
     monkeypatch.setattr(module, "gdc_wait", lambda: None)
-    x, weight = plain_input(torch.ones(1, 64).bfloat16()), pack(encode(torch.ones(16, 64), "int8_row"))
+    x, weight = make_plain_input(torch.ones(1, 64).bfloat16()), pack(encode(torch.ones(16, 64), "int8_row"))
     matmul(x, weight, AHEAD)
     assert {"create_masked_load", "create_masked_store", "launch_dependents"} <= set(watch.early)
 
@@ -134,7 +134,7 @@ def test_what_is_touched_too_early_is_seen(watch, monkeypatch):
 def test_counters_are_touched_after_the_wait(watch):
     """Split along K: what the launch before left in the counters is looked at when that one has ended."""
     products = replace(AHEAD, programs=64)
-    x, weight = plain_input(torch.ones(1, 2048).bfloat16()), pack(encode(torch.ones(16, 2048), "int8_row"))
+    x, weight = make_plain_input(torch.ones(1, 2048).bfloat16()), pack(encode(torch.ones(16, 2048), "int8_row"))
     want = matmul(x, weight, replace(products, ahead=False))
     for _ in range(2):
         assert torch.equal(matmul(x, weight, products), want)

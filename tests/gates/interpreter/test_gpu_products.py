@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.gpu import cases, check, parts, products
 from inferplane.errors import KernelError
-from inferplane.kernels.triton.moe import masked_blocks
+from inferplane.kernels.triton.moe import assign_masked_blocks
 from inferplane.plugin import HOST, DeviceState, Features, Memory
 from inferplane_cuda.backend import CudaBackend
 
@@ -54,4 +54,4 @@ def test_dense_calls_with_coded_activations_agree(format, linear):
 
 def test_masked_blocks_are_of_one_expert():
     with pytest.raises(KernelError, match="32 rows an expert in blocks of 64"):
-        masked_blocks(torch.zeros(3, dtype=torch.int32), 32, 64)
+        assign_masked_blocks(torch.zeros(3, dtype=torch.int32), 32, 64)

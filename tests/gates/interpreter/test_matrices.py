@@ -86,9 +86,9 @@ def rows(count: int, width: int, outliers: bool) -> Any:
 
 LINEARS = {
     "fp8_block": ({}, "linear triton"),
-    "fp8_block_act": ({"act": Quantize("fp8", 128), "act_group": 128}, "linear triton"),
+    "fp8_block_act": ({"activation_quant": Quantize("fp8", 128), "activation_group": 128}, "linear triton"),
     "fp8_row": ({}, "linear triton"),
-    "fp8_row_act": ({"act": Quantize("fp8", 0)}, "linear triton"),
+    "fp8_row_act": ({"activation_quant": Quantize("fp8", 0)}, "linear triton"),
     "fp8_block_coded": ({}, "linear triton_fp8"),
     "fp8_row_coded": ({}, "linear triton_fp8"),
     "int4_group_coded": ({}, "linear triton_fp8"),
@@ -98,11 +98,11 @@ LINEARS = {
     "int8_row_coded": ({}, "linear triton_int8"),
     "int8_group_coded": ({}, "linear triton_int8"),
     "int8_row": ({}, "linear triton"),
-    "int8_row_act": ({"act": Quantize("int8", 0)}, "linear triton"),
+    "int8_row_act": ({"activation_quant": Quantize("int8", 0)}, "linear triton"),
     "int8_group": ({}, "linear triton"),
     "int4_group": ({}, "linear triton"),
     "int4_group64": ({}, "linear triton"),
-    "int4_group64_act": ({"act": Quantize("fp8", 128), "act_group": 128}, "linear triton"),
+    "int4_group64_act": ({"activation_quant": Quantize("fp8", 128), "activation_group": 128}, "linear triton"),
     "int4_group32": ({}, "linear triton"),
     "int4_row": ({}, "linear triton"),
 }
@@ -156,7 +156,7 @@ def test_coding_in_the_product_is_coding_before_it(format, group, count):
 @pytest.mark.parametrize("zero", [False, True])
 def test_every_int4_entry_is_an_fp8_number(gated, zero):
     """Columns of a unit matrix: what comes out is the weight, -8 too, to the last place. Zero points take 16 bits."""
-    from inferplane.kernels.triton.matmul import matmul, quantized_input
+    from inferplane.kernels.triton.matmul import make_quantized_input, matmul
     from inferplane.kernels.triton.weight_packing import pack
 
     entries = torch.arange(-8, 8).repeat(2, 8)[:, :128].to(torch.int8)
@@ -165,7 +165,7 @@ def test_every_int4_entry_is_an_fp8_number(gated, zero):
     weight = QTensor(entries, scale, points, block=(1, 64), bits=4)
     eye = torch.eye(128).to(torch.float8_e4m3fn)
     got = matmul(
-        quantized_input(eye, torch.full((128, 1), 2.0), 128, torch.bfloat16),
+        make_quantized_input(eye, torch.full((128, 1), 2.0), 128, torch.bfloat16),
         pack(weight),
         PRODUCTS,
         None,
@@ -194,14 +194,16 @@ def test_int4_beside_fp8_is_multiplied_as_in_16_bits(count):
 
 def test_int8_rows_are_summed_up_in_whole_numbers():
     """Sums beyond 2^24, which float32 would round with every part that is added."""
-    from inferplane.kernels.triton.matmul import matmul, quantized_input
+    from inferplane.kernels.triton.matmul import make_quantized_input, matmul
     from inferplane.kernels.triton.weight_packing import pack
 
     generator = torch.Generator().manual_seed(6)
     x, w = (torch.randint(60, 128, (n, 6000), generator=generator).to(torch.int8) for n in (5, 24))
     weight = QTensor(w, torch.ones(24, 1), block=(1, 6000))
     alone = replace(PRODUCTS, programs=1)
-    got = matmul(quantized_input(x, torch.ones(5, 1), 0, torch.bfloat16), pack(weight), alone, out_dtype=torch.float32)
+    got = matmul(
+        make_quantized_input(x, torch.ones(5, 1), 0, torch.bfloat16), pack(weight), alone, out_dtype=torch.float32
+    )
     assert torch.equal(got, (x.long() @ w.long().t()).float())
 
 
@@ -292,8 +294,8 @@ def test_mixture(form, tokens, record_property):
 @pytest.mark.parametrize("here", [False, True], ids=["kernel", "in the product"])
 @pytest.mark.parametrize(("tokens", "experts"), [(1, 5), (7, 4), (90, 33)])
 def test_pairs_are_dealt_once(tokens, experts, here):
-    from inferplane.kernels.triton.matmul import plain_input
-    from inferplane.kernels.triton.moe import allocate_blocks, assign_blocks, grouped
+    from inferplane.kernels.triton.matmul import make_plain_input
+    from inferplane.kernels.triton.moe import allocate_blocks, assign_blocks, multiply_grouped
     from inferplane.kernels.triton.weight_packing import pack
 
     generator = torch.Generator().manual_seed(2)
@@ -301,7 +303,9 @@ def test_pairs_are_dealt_once(tokens, experts, here):
     slots, owners = (allocate_blocks if here else assign_blocks)(ids, experts, 16)
     if here:
         x, w = torch.zeros(tokens, 16), torch.zeros(experts, 16, 16)
-        grouped(plain_input(x), pack(w), (slots, owners), Product(16, 16), pairs=ids.numel(), top_k=3, assign_from=ids)
+        multiply_grouped(
+            make_plain_input(x), pack(w), (slots, owners), Product(16, 16), pairs=ids.numel(), top_k=3, assign_from=ids
+        )
     used = owners >= 0
     held = slots.view(-1, 16)[used]
     flat = ids.flatten()
@@ -312,16 +316,16 @@ def test_pairs_are_dealt_once(tokens, experts, here):
 
 
 def test_masked_groups():
-    from inferplane.kernels.triton.matmul import plain_input
-    from inferplane.kernels.triton.moe import grouped, masked_blocks
+    from inferplane.kernels.triton.matmul import make_plain_input
+    from inferplane.kernels.triton.moe import assign_masked_blocks, multiply_grouped
     from inferplane.kernels.triton.weight_packing import pack
 
     generator = torch.Generator().manual_seed(4)
     x, w = torch.randn(3 * 32, 64, generator=generator), torch.randn(3, 40, 64, generator=generator)
     counts = torch.tensor([0, 32, 5], dtype=torch.int32)
-    got = grouped(plain_input(x), pack(w), masked_blocks(counts, 32, 16), Product(16, 32), pairs=96).data.view(
-        3, 32, 40
-    )
+    got = multiply_grouped(
+        make_plain_input(x), pack(w), assign_masked_blocks(counts, 32, 16), Product(16, 32), pairs=96
+    ).data.view(3, 32, 40)
     for e, count in enumerate(counts.tolist()):
         want = x.view(3, 32, 64)[e, :count] @ w[e].t()
         torch.testing.assert_close(got[e, :count], want)
@@ -329,14 +333,14 @@ def test_masked_groups():
 
 def test_counters_are_left_as_zeros():
     """So that the next launch, or a replay of this one, counts from the beginning."""
-    from inferplane.kernels.triton.matmul import matmul, plain_input
-    from inferplane.kernels.triton.moe import PairSum, assign_blocks, grouped
+    from inferplane.kernels.triton.matmul import make_plain_input, matmul
+    from inferplane.kernels.triton.moe import GroupedResult, PairSum, assign_blocks, multiply_grouped
     from inferplane.kernels.triton.weight_packing import pack
 
     products = PRODUCTS.prepare(None, None)
     x, w = torch.randn(3, 1200), torch.randn(40, 1200)
     for _ in range(2):
-        torch.testing.assert_close(matmul(plain_input(x), pack(w), products), x @ w.t(), atol=1e-3, rtol=1e-4)
+        torch.testing.assert_close(matmul(make_plain_input(x), pack(w), products), x @ w.t(), atol=1e-3, rtol=1e-4)
     ids, weights = torch.tensor([[0, 1], [1, 0], [1, 1]]), torch.rand(6)
     rows, experts = torch.randn(6, 24), torch.randn(2, 40, 24)
     want = (torch.einsum("pk,pnk->pn", rows, experts[ids.flatten()]) * weights[:, None]).view(3, 2, 40).sum(1)
@@ -346,14 +350,13 @@ def test_counters_are_left_as_zeros():
     placed[real] = rows[slots[real].long()]
     for _ in range(2):
         pair_sum = PairSum(products.counters, 2)
-        got = grouped(
-            plain_input(placed),
+        got = multiply_grouped(
+            make_plain_input(placed),
             pack(experts),
             (slots, owners),
             Product(16, 32),
+            GroupedResult(weights=weights, pair_sum=pair_sum),
             pairs=6,
-            weights=weights,
-            pair_sum=pair_sum,
         )
         torch.testing.assert_close(got.data, want, atol=1e-3, rtol=1e-4)
     assert not products.counters.of(torch.device("cpu"), 1).any()

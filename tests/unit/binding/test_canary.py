@@ -65,9 +65,10 @@ def test_each_kernel_once_whatever_the_layers_and_columns():
 
     p = plan(tiny_llama(), kernel("linear", target=counted), kernel("attention"), kernel("kv_write"))
     verdicts = run_canary(p, "cpu", lambda request: [LAYOUT])
-    assert sorted(v.kernel.op for v in verdicts) == ["attention", "kv_write", "linear"] and len(calls) == 1
+    assert sorted(v.kernel.op for v in verdicts) == ["attention", "kv_write", "linear"]
+    assert len(calls) == 2, "one sample, called twice to see whether the first result stays"
     known = {id(v.kernel) for v in verdicts}
-    assert run_canary(p, "cpu", lambda request: [LAYOUT], known) == [] and len(calls) == 1
+    assert run_canary(p, "cpu", lambda request: [LAYOUT], known) == [] and len(calls) == 2
 
 
 def test_columns_with_their_own_kernels_are_both_checked():
@@ -102,7 +103,7 @@ def test_a_kernel_is_checked_on_the_formats_it_was_chosen_for(sound):
     takes = kernel("linear", target=both, when=When(formats=("plain", "fp8_block")))
     model = tiny_llama(format="fp8_block")
     (verdict,) = [v for v in run_canary(plan(model, takes), "cpu", lambda request: [LAYOUT])]
-    assert seen == ["fp8"] and verdict.sample == "fp8_block" and verdict.failed is not sound
+    assert set(seen) == {"fp8"} and verdict.sample == "fp8_block" and verdict.failed is not sound
     seen.clear()
     mixed = GatedMLP(Linear(w("g", 96, 64, format="fp8_block")), Linear(w("d", 64, 48)))
     (verdict,) = run_canary(plan(mixed, takes), "cpu", lambda request: [LAYOUT])

@@ -44,6 +44,7 @@ SCHEMA_2 = record(
             why={"type": "string", "minLength": 3},
             hot=FLAG,
             ambiguous=FLAG,
+            decided_by={"enum": ["pin", "lock", "rank"]},
             weights_dequantized=FLAG,
             note=TEXT,
         ),
@@ -143,7 +144,7 @@ def test_text_tells_copies_and_expansions():
     packed = kernel("lm_head", packs={"weight": Packing("v.t")})
     text = explain_text(plan(tiny_v3(format="fp8_block", tie_word_embeddings=True), LINEAR, packed))
     assert (
-        f"kept in 2 packings (canonical, v.t): model.embed_tokens.weight, 1 weights like it, {97 * 64 * 4} bytes more"
+        f"stored in 2 packings (canonical, v.t): 1 weight such as model.embed_tokens.weight, {97 * 64 * 4} bytes more"
         in text
     )
     assert "weights of format fp8_block, which no kernel of linear accepts here" in text

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from inferplane.binding import DictSource, View, link, load, signature, view_of
+from inferplane.binding.link import LinearView
 from inferplane.errors import BindError, KernelError
 from inferplane.ops import DecoderStack, GatedMLP, Linear, RMSNorm
 from inferplane.types import Packing, Weight, When
@@ -44,11 +45,11 @@ def test_a_bound_op_is_a_method_over_a_view():
     op = Linear(w("w", 4, 8), bias=w("b", 4))
     k = kernel("linear", packs={"weight": T})
     f = bound(op, {"w": torch.randn(4, 8), "b": torch.randn(4)}, k)
-    assert type(f) is types.MethodType and f.__func__ is k.target and type(view_of(f)) is View
+    assert type(f) is types.MethodType and f.__func__ is k.target and type(view_of(f)) is LinearView
     view = view_of(f)
     assert view.kernel is k
     assert view.weight.shape == (8, 4) and view.bias.shape == (4,), "each in its own packing"
-    assert (view.act, view.act_group, view.out_dtype, view.prepared) == (None, 0, None, None)
+    assert (view.activation_quant, view.activation_group, view.out_dtype, view.prepared) == (None, 0, None, None)
     assert f.__func__.__closure__ is None
 
 
@@ -64,7 +65,11 @@ def test_bodies_hold_bound_children_and_statics():
 def test_a_composite_sees_the_fields_of_everything_below():
     _, steps = linked(MLP, kernel("gated_mlp", packs={"gate_up.weight": T}))
     view = view_of(steps["decode"])
-    assert type(view.gate_up) is View and view.gate_up.weight.shape == (64, 96) and view.down.weight.shape == (64, 48)
+    assert (
+        type(view.gate_up) is LinearView
+        and view.gate_up.weight.shape == (64, 96)
+        and view.down.weight.shape == (64, 48)
+    )
     assert view.down.bias is None and view.act.prepared is None
 
 

@@ -362,4 +362,5 @@ def test_a_warning_names_the_line_outside_the_packages():
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         core["start"]()
-    assert [(t.category, str(t.message), t.filename) for t in told] == [(InferplaneWarning, "slow", __file__)]
+    ours = [(str(t.message), t.filename) for t in told if issubclass(t.category, InferplaneWarning)]
+    assert ours == [("slow", __file__)]

@@ -37,7 +37,7 @@ def test_equal_names_share_one_copy():
         max_repacked_fraction=0.0,
     )
     assert packings(p, "embed.weight") == packings(p, "layers.0.mlp.down.weight") == ["v.t"]
-    assert not p.copied_bytes() and explain(p)["copies"] == []
+    assert not p.count_copied_bytes() and explain(p)["copies"] == []
 
 
 def test_one_packing_a_step_kind_is_two_copies():
@@ -47,7 +47,7 @@ def test_one_packing_a_step_kind_is_two_copies():
     p = plan(tiny_llama(), *ks)
     assert packings(p, "layers.0.mlp.down.weight") == ["decode", "mixed"]
     extra = sum(op.weight.nbytes(F32) for _, op in p.model.sites() if op.name == "linear")
-    assert sum(p.copied_bytes().values()) == extra
+    assert sum(p.count_copied_bytes().values()) == extra
     assert sum(c["extra_bytes"] for c in explain(p)["copies"]) == extra
     (copy,) = explain(p)["copies"]
     assert copy["packings"] == ["decode", "mixed"] and copy["uses"] == 12
@@ -115,7 +115,7 @@ def test_the_largest_copies_go_first():
         kernel("linear", k, 90, packs={"weight": Packing(k)}, when=When(step_kinds=(k,))) for k in ("decode", "mixed")
     ]
     p = plan(tiny_llama(), *norms, *linear, max_repacked_fraction=0.05)
-    assert sum(p.copied_bytes().values()) <= 0.05 * p.weight_bytes
+    assert sum(p.count_copied_bytes().values()) <= 0.05 * p.weight_bytes
     assert packings(p, "layers.0.attn_norm.norm.weight") == ["decode", "mixed"]
 
 

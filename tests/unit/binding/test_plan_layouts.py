@@ -82,7 +82,7 @@ def test_each_kind_of_layer_has_its_layout_if_the_blocks_agree():
 def test_blocks_that_never_agree():
     model, full, window = two_kinds()
     offers = {full: (layout("full_64", 64),), window: (layout("ring_16", 16), layout("ring_32", 32))}
-    with pytest.raises(BindError, match=r"'toy' offers no KV layouts with one block size.*full_64.*ring_16.*ring_32"):
+    with pytest.raises(BindError, match=r"'toy' has no KV layouts with one block size.*full_64.*ring_16.*ring_32"):
         plan(model, offers=offers.__getitem__)
 
 

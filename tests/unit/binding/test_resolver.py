@@ -50,7 +50,7 @@ def test_a_hot_op_with_parts_is_not_fast_because_they_are():
     v3 = tiny_v3()
     p = plan(v3, kernel("linear", rank=90), kernel("mla_expanded", rank=50), kernel("quantize", rank=90))
     assert chosen(p, "layers.0.attn.expanded") == "vendor:mla_expanded"
-    act = Linear(placeholder(8, 128), act=Quantize("fp8", 128), act_group=128)
+    act = Linear(placeholder(8, 128), activation_quant=Quantize("fp8", 128), activation_group=128)
     assert chosen(plan(act, kernel("linear", rank=10), kernel("quantize", rank=90))) == "vendor:linear"
     bare = plan(v3, kernel("linear", rank=90))
     assert chosen(bare, "layers.0.attn.expanded") == "reference"

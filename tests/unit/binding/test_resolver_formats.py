@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from inferplane.binding import DictSource, explain, link, load, view_of
+from inferplane.errors import KernelError
 from inferplane.ops import GatedMLP, Linear, encode, placeholder
-from inferplane.types import QTensor, Weight, When
+from inferplane.types import CANONICAL, Packing, QTensor, Weight, When
 from tests.unit.support.small import (
     BF16,
     choice,
@@ -162,3 +163,28 @@ def test_formats_do_not_reach_across_weights():
     op = Linear(placeholder(8, 8, format="int8_row"), bias=placeholder(8))
     p = plan(op, kernel("linear", when=When(formats=("int8_row",))))
     assert chosen(p) == "reference" and lost(p, "", "vendor:linear") == "weight format plain is not among int8_row"
+
+
+@pytest.mark.parametrize(
+    ("packing", "label", "dequantized"),
+    [
+        (CANONICAL, "canonical", "plain"),
+        (Packing("v.t"), "v.t", "plain > v.t"),
+        (Packing("plain > v.t"), "plain > v.t", "plain > plain > v.t"),
+        (Packing("v.plain", dense=True), "v.plain", "plain > v.plain"),
+    ],
+)
+def test_a_packing_says_whether_it_is_of_dequantized_values(packing, label, dequantized):
+    first = packing.dequantize_first(torch.float32)
+    assert (packing.label, packing.dequantized) == (label, False)
+    assert (first.label, first.dequantized, first.name) == (dequantized, True, packing.name)
+    assert first != packing and not first.dense
+
+
+def test_two_packings_with_one_label_are_never_shared():
+    """A name that reads as that of dequantized values is refused as soon as both are needed of one weight."""
+    p = plan(Q, kernel("linear", packs={"weight": Packing("v.t")}))
+    assert packings(p, "weight") == {"plain > v.t"}
+    p._use(Q, Q.weight, Packing("v.t"), "as stored")
+    with pytest.raises(KernelError, match=r"'plain > v\.t' .* is requested as stored and of dequantized values"):
+        p._use(Q, Q.weight, Packing("plain > v.t"), "another kernel")

@@ -247,3 +247,20 @@ def test_a_locked_kernel_that_is_gone():
 def test_other_sizes_are_not_locked():
     p = plan(MLP, FAST, SLOW, lock={key(MLP.down): "slow:linear"})
     assert chosen(p, "down") == "slow:linear" and chosen(p, "gate_up") == "fast:linear"
+
+
+def test_what_decided_is_a_field():
+    """Not words of the reason: whether a pin, the lock file or ranks decided."""
+    low, high = kernel("linear", "low", 40), kernel("linear", "high", 60)
+    model = tiny_llama()
+    key = f"linear|decode|{signature(model.layers[0].attn.o)}"
+    for options, decided in (
+        ({}, "rank"),
+        ({"pins": {"linear": "low"}}, "pin"),
+        ({"pins": {"linear": "reference"}}, "pin"),
+        ({"lock": {key: low.name}}, "lock"),
+        ({"lock": {key: "gone:linear"}}, "rank"),
+    ):
+        found = choice(plan(model, low, high, **options), "layers.0.attn.o")
+        assert found.decided_by == decided
+    assert choice(plan(model), "layers.0.attn").decided_by == "rank", "no kernel accepts it"

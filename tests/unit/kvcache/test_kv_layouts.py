@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from inferplane.errors import UsageError
-from inferplane.kvcache import KV_DTYPES, paged_layout
+from inferplane.kvcache import KV_DTYPES, BlockedKV, paged_layout
 from inferplane.types import KVRequest
 from tests.unit.support.small import F32
 
@@ -51,3 +51,23 @@ def test_layouts_that_cannot_be():
 def test_layouts_are_equal_by_what_they_say():
     assert paged_layout(16) == paged_layout(16) != paged_layout(16, "fp8")
     assert paged_layout(16).tolerance == 0 < paged_layout(16, "int8").tolerance < paged_layout(16, "fp8").tolerance
+
+
+def test_a_layout_written_for_0_1_still_lists_its_tensors():
+    with pytest.warns(DeprecationWarning, match=r"Old\.stored is deprecated; use list_tensors"):
+
+        class Old(BlockedKV):
+            def __init__(self):
+                self.data = torch.arange(6.0).view(3, 2)
+
+            def write(self, slots, *values): ...
+
+            def read(self, table, tokens): ...
+
+            def stored(self):
+                return (self.data,)
+
+    kv = Old()
+    assert kv.list_tensors()[0] is kv.data
+    kv.copy_blocks(torch.tensor([0]), torch.tensor([2]))
+    assert torch.equal(kv.export(torch.tensor([2]))[0], torch.tensor([[0.0, 1.0]]))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from inferplane.engine.request.params import SamplingParams
 from inferplane.kvcache.allocator import block_hashes, root_hash
-from tests.unit.engine.test_engine_steps import greedy, some
+from tests.unit.engine.loop.test_steps import greedy, some
 from tests.unit.support.fake_model import V, engine, right
 
 LONG = some(1, 1000, seed=5)[0]

@@ -60,7 +60,14 @@ EITHER = [
     ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor = '2'"),
     ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor = 0"),
     ({"rope_scaling": {"type": "linear", "factor": float("inf")}}, "factor = inf"),
-    *(({"rope_scaling": without(LLAMA3, key)}, f"lacks '{key}'") for key in LLAMA3 if key != "rope_type"),
+    *(
+        ({"rope_scaling": without(LLAMA3, key), "max_position_embeddings": None}, f"lacks '{key}'")
+        for key in LLAMA3
+        if key != "rope_type"
+    ),
+    ({"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "lacks 'short_factor'"),
+    ({"rope_scaling": {"type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [1.0]}}, "a list of"),
+    ({"rope_scaling": {"type": "longrope", "short_factor": ["1"], "long_factor": 3}}, "short_factor"),
     *(({"rope_scaling": {**LLAMA3, key: "8"}}, f"{key} = '8'") for key in LLAMA3 if key != "rope_type"),
     ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "above low_freq_factor"),
     ({"rope_scaling": without(YARN, "factor")}, "lacks 'factor'"),

@@ -21,6 +21,14 @@ def test_unknown_ones_list_what_is_known():
     with pytest.raises(UnsupportedModelError) as caught:
         constructor("Foo", {"Mine": llama})
     assert all(name in str(caught.value) for name in ("'Foo'", "Mine", *ARCHITECTURES)) and caught.value.remedy
+    assert "docs/adding-a-model.md" in caught.value.remedy
+
+
+def test_unknown_ones_name_the_nearest():
+    with pytest.raises(
+        UnsupportedModelError, match=r"'Olmo4ForCausalLM'.*nearest name that is known is 'Olmo[23e]ForC"
+    ):
+        constructor("Olmo4ForCausalLM")
 
 
 @pytest.mark.parametrize("target", ["no.such.module:x", "inferplane.models.families.llama:nothing", "inferplane"])

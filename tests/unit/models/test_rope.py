@@ -111,9 +111,9 @@ def test_yarn_temperatures():
 
 
 def test_what_is_not_implemented_is_refused():
-    whole = {"rope_type": "default", "rope_theta": 1.0}
+    whole = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1.0}
     with pytest.raises(UnsupportedModelError, match=r"partial_rotary_factor = 0\.5"):
         rope_table({**whole, "partial_rotary_factor": 0.5}, DIM, 10)
     rope_table({**whole, "partial_rotary_factor": 1.0}, DIM, 10)
-    with pytest.raises(UnsupportedModelError, match=r"'longrope'.*default, linear, dynamic, llama3, yarn"):
-        rope_table({"rope_type": "longrope", "rope_theta": 1.0}, DIM, 10)
+    with pytest.raises(UnsupportedModelError, match=r"'mrope'.*default, linear, dynamic, llama3, yarn, longrope"):
+        rope_table({"rope_type": "mrope", "rope_theta": 1.0}, DIM, 10)

@@ -34,7 +34,7 @@ def test_rounds_to_the_nearest(format, shape):
     top = 2 ** (FORMATS[format][1] - 1) - 1
     assert q.data.abs().max() <= top
     assert torch.equal(q.scale.half().float(), q.scale), "scales fit two bytes"
-    step = q.expanded_scale()
+    step = q.expand_scale()
     assert ((q.dequantize() - w.float()).abs() <= step * 0.51 + w.float().abs() * 2**-11).all()
     assert (q.data[1] == 0).all() and torch.isfinite(q.scale).all()
 
@@ -274,7 +274,7 @@ def test_a_tied_head_is_held_once(scheme, tmp_path):
 
     with LLM(tmp_path, device="cpu", dtype="bfloat16", quantization=scheme) as llm:
         once, model = held(llm), llm.runner.model
-        assert model.embed.weight is model.head.weight and not llm.runner.plan.copied_bytes()
+        assert model.embed.weight is model.head.weight and not llm.runner.plan.count_copied_bytes()
         packed = llm.runner.loaded.packed[id(model.head.weight), "native.panels"]
         rows, head = view_of(view_of(llm.runner.steps["decode"]).body).embed(ids), packed.nbytes
     with LLM(tmp_path, device="cpu", dtype="bfloat16") as llm:

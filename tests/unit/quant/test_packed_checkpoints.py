@@ -190,7 +190,6 @@ def test_how_activations_are_coded(settings, act):
         {"quant_method": "awq", "bits": 8, "group_size": 128},
         {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": False},
         {**config("compressed-tensors", 4, 128, True), "format": "marlin-24"},
-        {**config("compressed-tensors", 4, 128, True), "sparsity_config": {"format": "sparse-24-bitmask"}},
         whole_bytes(symmetric=False),
         whole_bytes(num_bits=6),
         whole_bytes(strategy="block"),

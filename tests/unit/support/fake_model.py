@@ -48,22 +48,21 @@ def logits_after(states):
 
 
 @lru_cache(maxsize=100_000)
-def alone(prompt, params, ends=ENDS, window=None):
+def alone(prompt, params, ends=ENDS, windows=(None,)):
     """The tokens that a request gets when nothing else runs, and why it ends. No cache, no batch, no engine."""
-    entries, generated = [], []
+    entries, generated, whole = [[] for _ in windows], [], [START for _ in windows]
 
-    def after(token):
-        """The state behind a further token, which sees the last `window` entries with its own."""
-        before = reduce(fold, entries[max(0, len(entries) + 1 - window) :], START)
-        entries.append(entry(before, token))
-        return fold(before, entries[-1])
+    def after(x):
+        """The state behind a further token, which sees the last entries with its own in each table's window."""
+        for table, window in enumerate(windows):
+            own = entries[table]
+            before = whole[table] if window is None else reduce(fold, own[max(0, len(own) + 1 - window) :], START)
+            own.append(entry(before, x))
+            x = fold(before, own[-1])
+            whole[table] = x
+        return x
 
-    if window is None:
-        state = START
-        for token in prompt:
-            state = fold(state, entry(state, token))
-    else:
-        state = [after(token) for token in prompt][-1]
+    state = [after(token) for token in prompt][-1]
     ends = (frozenset() if params.ignore_eos else ends) | frozenset(params.stop_token_ids)
     while True:
         r = Request(0, list(prompt), params)
@@ -76,14 +75,18 @@ def alone(prompt, params, ends=ENDS, window=None):
             return generated, "stop"
         if len(generated) >= params.max_tokens:
             return generated, "length"
-        state = fold(state, entry(state, token)) if window is None else after(token)
+        state = after(token)
 
 
 class FakeRunner:
-    """See the module. `before` is called with each batch first; `batches` and `rows` count."""
+    """See the module. `before` is called with each batch first; `batches` and `rows` count.
 
-    def __init__(self, blocks=64, block_tokens=4, max_model_len=100_000, window=None):
-        self.window, self.limited_by_cache, self.ranks = window, False, None
+    It has one layer for each of `windows`, with a block table of its own. A layer's entries depend on the state behind
+    the layer before it. All layers keep theirs in one memory.
+    """
+
+    def __init__(self, blocks=64, block_tokens=4, max_model_len=100_000, windows=(None,)):
+        self.windows, self.limited_by_cache, self.ranks = windows, False, None
         self.cache = KVCache((self,), blocks, block_tokens)
         self.backend = SimpleNamespace(torch_device_indexed=HOST, name="fake")
         self.model = SimpleNamespace(vocab=V, layers=(), mtp=())
@@ -103,24 +106,30 @@ class FakeRunner:
         self.rows += batch.tokens
         self.kinds.append(batch.kind)
         self.before(batch)
-        e, n = self.entries, self.cache.block_tokens
-        ids, slots, positions = batch.ids.tolist(), batch.slots.tolist(), batch.positions.tolist()
+        views = [batch.for_table(table) for table in range(len(self.windows))]
+        slots = [slot for view in views for slot in view.slots.tolist()]
         assert len({*slots}) == len(slots), "two tokens in one slot"
-        states = []
+        states = batch.ids.tolist()
+        for view, window in zip(views, self.windows):
+            self.run_layer(view, window, states)
+        at = range(len(states)) if batch.logit_rows is None else batch.logit_rows.tolist()
+        return logits_after([states[i] for i in at]), torch.tensor([[s >> 54] for s in states])
+
+    def run_layer(self, batch, window, states):
+        """Replace each row's state by the one behind a layer, which reads and writes the entries of its table."""
+        e, n = self.entries, self.cache.block_tokens
+        slots, positions = batch.slots.tolist(), batch.positions.tolist()
         for row in batch.rows():
             table, state, first = row.table.tolist(), START, row.tokens - (row.stop - row.start)
             look = lambda i: e[table[i // n] * n + i % n]  # noqa: E731, B023 - used at once
-            for i in range(first if self.window is None else 0):
+            for i in range(first if window is None else 0):
                 state = fold(state, look(i))
             for i, t in enumerate(range(row.start, row.stop), first):
                 assert positions[t] == i
-                if self.window is not None:
-                    state = reduce(fold, map(look, range(max(0, i + 1 - self.window), i)), START)
-                e[slots[t]] = entry(state, ids[t])
-                state = fold(state, e[table[i // n] * n + i % n])
-                states.append(state)
-        at = range(len(states)) if batch.logit_rows is None else batch.logit_rows.tolist()
-        return logits_after([states[i] for i in at]), torch.tensor([[s >> 54] for s in states])
+                if window is not None:
+                    state = reduce(fold, map(look, range(max(0, i + 1 - window), i)), START)
+                e[slots[t]] = entry(state, states[t])
+                state = states[t] = fold(state, e[table[i // n] * n + i % n])
 
 
 class Watched(Engine):
@@ -135,7 +144,7 @@ class Watched(Engine):
 
     def add(self, prompt, params, end_ids=ENDS, text=None, **more):
         request = super().add(prompt, params, end_ids, text, **more)
-        request.window = self.runner.window
+        request.windows = self.runner.windows
         self.accepted.append(request)
         return request
 
@@ -146,7 +155,7 @@ class Watched(Engine):
     def look(self, batch):
         """What is written belongs to one sequence alone, and nobody was promised its old content."""
         n = self.cache.block_tokens
-        for block in {s // n for s in batch.slots.tolist()}:
+        for block in {s // n for table in batch.list_tables() for s in table.slots.tolist()}:
             assert self.allocator.users(block) == 1, "a shared block is written"
         for s in self.now:
             self.fail_for(s.request)
@@ -164,15 +173,15 @@ class Watched(Engine):
         a.check()
         users = {}
         for r in s.running:
-            held = r.blocks[r.released_blocks :]
-            assert r.finish_reason is None and len({*held}) == len(held)
-            w = self.runner.window
-            assert r.released_blocks == (0 if w is None else max(0, r.computed + 1 - w) // self.cache.block_tokens)
-            assert len(r.blocks) * self.cache.block_tokens >= r.computed and 0 <= r.computed < r.tokens
+            held = [block for table in r.tables for block in table.held]
+            assert r.finish_reason is None and len({*held}) == len(held) and len(r.tables) == len(self.runner.windows)
+            for table, w in zip(r.tables, self.runner.windows):
+                assert table.released == (0 if w is None else max(0, r.computed + 1 - w) // self.cache.block_tokens)
+                assert len(table.blocks) * self.cache.block_tokens >= r.computed and 0 <= r.computed < r.tokens
             for b in held:
                 users[b] = users.get(b, 0) + 1
         assert users == a._users, "users are the tables'"
-        assert all(r.finish_reason is None and not r.blocks and not r.computed for r in s.waiting)
+        assert all(r.finish_reason is None and not r.tables and not r.computed for r in s.waiting)
         live = {id(r) for r in (*s.running, *s.waiting)}
         assert len(live) == len(s.running) + len(s.waiting) and len(s.running) <= s.limits.max_num_seqs
         for r in self.accepted:
@@ -229,12 +238,12 @@ class Script(Proposer):
 
 
 def tell_alone(request):
-    return alone(tuple(request.prompt), request.params, request.end_ids, request.window)[0]
+    return alone(tuple(request.prompt), request.params, request.end_ids, request.windows)[0]
 
 
 def engine(blocks=64, block_tokens=4, *, script=None, drafts=3, spec=None, **options):
     """A watched engine; `script` names a scripted proposer, `spec` holds fields of SpeculativeConfig."""
-    runner = FakeRunner(blocks, block_tokens, options.pop("max_model_len", 100_000), options.pop("window", None))
+    runner = FakeRunner(blocks, block_tokens, options.pop("max_model_len", 100_000), options.pop("windows", (None,)))
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, **options}
     if script is not None or spec is not None:
         fields = {"method": "ngram", "num_speculative_tokens": drafts, **(spec or {})}
@@ -247,7 +256,7 @@ def engine(blocks=64, block_tokens=4, *, script=None, drafts=3, spec=None, **opt
 
 def right(request):
     """Whether a request has what it gets alone: all of it if it ended by itself, else a beginning of it."""
-    tokens, reason = alone(tuple(request.prompt), request.params, request.end_ids, request.window)
+    tokens, reason = alone(tuple(request.prompt), request.params, request.end_ids, request.windows)
     if request.finish_reason in ("stop", "length"):
         return request.generated == tokens and request.finish_reason == reason
     return request.generated == tokens[: len(request.generated)]

@@ -86,6 +86,6 @@ def names(host: PluginHost) -> list[str]:
 
 
 def only_record(host: PluginHost) -> Quarantined:
-    records = host.quarantined()
+    records = host.list_quarantined()
     assert len(records) == 1, [str(record) for record in records]
     return records[0]

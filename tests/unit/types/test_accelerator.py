@@ -49,7 +49,7 @@ class Acme(Accelerator):
 
 class Outside(Acme):
     def open(self) -> DeviceState:
-        self.require_free_place((RIVAL,))
+        self.require_free_slot((RIVAL,))
         return super().open()
 
 
@@ -81,7 +81,10 @@ def test_an_index_too_far_names_the_variables_that_choose(monkeypatch):
         Acme(2).open()
     assert caught.value.there_is == "2 cards that Acme can use, ACME_VISIBLE=0,1, ACME_ORDER=not set"
     assert caught.value.remedy == "choose an index below 2"
-    with pytest.raises(DeviceError, match="Acme card 5 was requested"), Acme(5).opening("", (), "", one="Acme card"):
+    with (
+        pytest.raises(DeviceError, match="Acme card 5 was requested"),
+        Acme(5).opening("", (), "", device_label="Acme card"),
+    ):
         pytest.fail("it was opened")
 
 
@@ -127,3 +130,16 @@ def test_the_clock_is_read_once_the_device_has_caught_up():
 
 def test_the_runtime_is_torchs_module_for_the_device():
     assert Accelerator.runtime(Acme()) is torch.cpu
+
+
+def test_old_names_of_1_0_work_and_warn():
+    backend = Acme(5)
+    old = {"usable": "cards", "visible": ("ACME_ORDER",), "look": "see", "fit": "fit", "one": "Acme card"}
+    with pytest.warns(DeprecationWarning, match=r"of Accelerator\.opening") as caught:
+        context = backend.opening(**old)
+    assert len(caught) == 5
+    with pytest.raises(DeviceError, match="Acme card 5 was requested") as raised, context:
+        pytest.fail("it was opened")
+    assert "cards, ACME_ORDER" in raised.value.there_is
+    with pytest.warns(DeprecationWarning, match="require_free_slot"):
+        backend.require_free_place(rivals=())

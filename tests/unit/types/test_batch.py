@@ -139,3 +139,45 @@ def test_lens_come_from_the_device_when_the_host_runs_behind():
 def test_batches_that_cannot_be(queries, words):
     with pytest.raises(UsageError, match=words):
         step(queries)
+
+
+# ------------------------------------------------------------------ several block tables
+
+
+def with_tables(queries, shift):
+    """Queries with two further tables, whose blocks are those of the first moved by `shift` and by twice that."""
+    return [replace(q, more_blocks=[[b + shift for b in q.blocks], [b + 2 * shift for b in q.blocks]]) for q in queries]
+
+
+@pytest.mark.parametrize("queries", [FEW, MANY, [*FEW, *MANY]])
+def test_each_table_sees_the_step_that_it_would_see_alone(queries):
+    batch = step(with_tables(queries, 20))
+    for number in range(3):
+        alone = step([replace(q, blocks=[b + 20 * number for b in q.blocks]) for q in queries])
+        view = batch.for_table(number)
+        for ours, theirs in zip((view, *view.split()), (alone, *alone.split())):
+            assert (ours is None) == (theirs is None)
+            for f in fields(alone) if ours is not None and theirs is not None else ():
+                a, b = getattr(ours, f.name), getattr(theirs, f.name)
+                if isinstance(a, torch.Tensor):
+                    assert torch.equal(a, b), f.name
+                elif f.name not in ("few", "many", "more_tables"):
+                    assert a == b, f.name
+    assert batch.for_table(0) is batch and batch.for_table(2) is batch.for_table(2)
+    assert batch.for_table(1).slots.tolist() == (batch.slots + 20 * 4).tolist()
+
+
+def test_a_changed_batch_changes_what_its_tables_see():
+    batch = step(with_tables(FEW, 20))
+    assert batch.for_table(1).ids is batch.ids
+    moved = replace(batch, ids=batch.ids + 1)
+    assert torch.equal(moved.for_table(1).ids, batch.ids + 1)
+
+
+def test_tables_that_do_not_fit_are_refused():
+    one, two = with_tables(FEW, 20)
+    for queries in ([one, FEW[1]], [FEW[0], two], [one, replace(two, more_blocks=[two.more_blocks[0], []])]):
+        with pytest.raises(UsageError, match="further block tables"):
+            step(queries)
+    with pytest.raises(UsageError, match="reads block table 3"):
+        step([one, two]).for_table(3)

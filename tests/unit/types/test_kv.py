@@ -135,5 +135,5 @@ def test_bytes_and_names(kv, request_, size, kv_dtype, dtype):
     assert layout.name == kv.layout == f"paged_{size}" + ("" if kv_dtype == "auto" else f"_{kv_dtype}")
     assert kv.block_tokens == layout.block_tokens == size and kv.request == request_
     assert [layout.blocks_for(n) for n in (0, 1, size, size + 1)] == [0, 1, 1, 2]
-    for view, t in zip(kv.blocked(), kv.entries):
+    for view, t in zip(kv.view_blocks(), kv.entries):
         assert view.shape[:2] == (BLOCKS, size) and view.data_ptr() == t.data_ptr()

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from inferplane.types.packages import installed, libraries_of, load_library, minor_of, version_of
+from inferplane.types.packages import is_installed, libraries_of, load_library, minor_of, version_of
 
 NAME = "inferplane_vendor_package"
 
@@ -26,26 +26,26 @@ def package(tmp_path, monkeypatch):
 
 def test_a_package_is_told_of_without_being_imported(package):
     (package / "_C.so").touch()
-    assert installed(NAME) and version_of(NAME) == "1.2+a"
+    assert is_installed(NAME) and version_of(NAME) == "1.2+a"
     assert libraries_of(NAME, "_C*.so") == [str(package / "_C.so")]
     assert NAME not in sys.modules
 
 
 def test_what_is_not_there():
-    assert not installed(NAME) and version_of(NAME) is None and libraries_of(NAME, "*") == []
+    assert not is_installed(NAME) and version_of(NAME) is None and libraries_of(NAME, "*") == []
 
 
 def test_metadata_alone_is_no_package(package):
     (package / "__init__.py").unlink()
     package.rmdir()
-    assert not installed(NAME) and version_of(NAME) == "1.2+a"
+    assert not is_installed(NAME) and version_of(NAME) == "1.2+a"
 
 
 def test_a_module_that_was_made_by_hand_counts_as_installed(monkeypatch):
     module = ModuleType(NAME)
     module.__spec__ = None
     monkeypatch.setitem(sys.modules, NAME, module)
-    assert installed(NAME)
+    assert is_installed(NAME)
 
 
 def test_libraries_come_in_order(package):

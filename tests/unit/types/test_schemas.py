@@ -42,7 +42,8 @@ def plan_with_everything():
     config = Config({**TINY["deepseek_v3"], "quantization_config": fp8})
     tree = build(Build(config, format_of=format_of(fp8, None), positions=64))
     turned = When(
-        needs=(("a plain product", lambda op: op.act is None and op.out_dtype is None),), step_kinds=("decode",)
+        needs=(("a plain product", lambda op: op.activation_quant is None and op.out_dtype is None),),
+        step_kinds=("decode",),
     )
     packing = Packing("made.t", lambda w: w.t().contiguous())
     linear = next(k for k in composed_kernels() if k.name == "torch:linear")

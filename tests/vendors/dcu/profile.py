@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from inferplane_dcu import vendor
 from tests.vendors.calls import Call
-from tests.vendors.configs import FAMILIES
+from tests.vendors.configs import LATENT, OWN_ATTENTION
 from tests.vendors.dcu import chip
 from tests.vendors.profile import REPOSITORY, ROWS, Profile
 
@@ -18,7 +18,7 @@ class Dcu(Profile):
     device = "dcu"
     library = "Hygon's functions,"
     sources = "backends/dcu/inferplane_dcu"
-    engine_families = tuple(FAMILIES) if chip.ARCH != "gfx928" else ("llama", "mistral_window")
+    engine_families = OWN_ATTENTION if chip.ARCH != "gfx928" else ("llama", "mistral_window")
     providers = ("lightop", "hcu_ops", "flash_attn", "flash_mla", "torch", "decomposition")
     mistakes_run = chip.whole
     wrong_calls = [  # a keyword that there is not, an argument that is missing, positions where there are keywords only
@@ -50,7 +50,7 @@ class Dcu(Profile):
         return ("flash_attn", "flash_mla")
 
     def layouts(self, family: str) -> set[str]:
-        plain = family.startswith("deepseek") or chip.ARCH == "gfx928"
+        plain = family in LATENT or chip.ARCH == "gfx928"
         return {"paged_64" if plain else "dcu_heads_64"}
 
 

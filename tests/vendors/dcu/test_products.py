@@ -76,7 +76,7 @@ def test_experts_with_a_configuration_and_without(tokens, monkeypatch):
     x, gate_up, down = draw.normal(tokens, 64), draw.normal(5, 96, 64) / 8, draw.normal(5, 64, 48) / 7
     weights = draw.uniform(tokens, 2, low=0.1)
     ids = torch.stack([torch.tensor(draw.permutation(5)[:2]) for _ in range(tokens)])
-    view = SimpleNamespace(gate_up=moe.Marlin(gate_up), down=moe.Marlin(down), prepared=moe.Experts())
+    view = SimpleNamespace(gate_up=moe.Marlin(gate_up), down=moe.Marlin(down), prepared=moe.LightopExperts())
     products, looked_up = [], []
     product, config = view.prepared.product, view.prepared.config
     monkeypatch.setattr(view.prepared, "product", lambda *args: (products.append(args), product(*args)))
@@ -91,7 +91,7 @@ def test_experts_with_a_configuration_and_without(tokens, monkeypatch):
 
 def test_a_configuration_is_of_a_number_of_tokens_and_experts():
     view = SimpleNamespace(gate_up=moe.Marlin(torch.ones(5, 96, 64)))
-    known, x = moe.Experts(), torch.ones(emulate_moe.MOST_TOKENS + 1, 64, dtype=BF16)
+    known, x = moe.LightopExperts(), torch.ones(emulate_moe.MOST_TOKENS + 1, 64, dtype=BF16)
     assert known.configurations(view, x[:1], 2) and known.configurations(view, x[:1], 3)
     assert known.configurations(view, x, 2) is None
     assert len(known._known) == 3

@@ -27,7 +27,7 @@ class EmulatedIntel(Emulated, IntelBackend):
     operators = f"vllm-xpu-kernels {EMULATOR.restated.version}'s operators on the host"
 
     def features(self, arch: str | None = None) -> Features:
-        return Features({**chips.assumed_features(ARCH), "ipex": Feature(True, "emulated")})
+        return Features({**chips.assume_features(ARCH), "ipex": Feature(True, "emulated")})
 
 
 @hookimpl

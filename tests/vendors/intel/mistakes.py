@@ -11,7 +11,7 @@ from tests.vendors.mistakes import Mistake, at, swap
 
 def whole(batch, groups=1):
     """Sequences as they are, declared to be single tokens."""
-    return attention.Sequences(batch.query_start, batch.seq_lens, batch.block_tables, 1, batch.max_seq_tokens)
+    return attention.AttentionSequences(batch.query_start, batch.seq_lens, batch.block_tables, 1, batch.max_seq_tokens)
 
 
 ROWS, WRITE, FLASH = (vllm_kernels, "vllm"), (vllm_kernels, "cache_ops"), (attention, "flash")

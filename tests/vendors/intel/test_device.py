@@ -56,7 +56,7 @@ def test_releases_without_scales_of_queries_are_called_without(monkeypatch):
     monkeypatch.setattr(attention, "flash", SimpleNamespace(varlen_fwd=Operator()))
     attention._scales.cache_clear()
     try:
-        q, at = torch.zeros(1, 2, 64), attention.Sequences(*torch.zeros(3, 2, dtype=torch.int32), 1, 1)
+        q, at = torch.zeros(1, 2, 64), attention.AttentionSequences(*torch.zeros(3, 2, dtype=torch.int32), 1, 1)
         attention.varlen(q, q, q, at, 1.0)
     finally:
         monkeypatch.undo()

@@ -112,7 +112,11 @@ def test_activations_in_fp8(sample):
 REFUSED = [
     ("linear_fp8", Linear(placeholder(256, 128, format="fp8_block")), "more than one of them along a row"),
     ("linear_fp8", Linear(placeholder(200, 256, format="fp8_block")), "whole blocks of 128"),
-    ("linear_fp8_act", Linear(placeholder(256, 256, format="fp8_row"), act=Quantize("fp8", 128)), "as the weight is"),
+    (
+        "linear_fp8_act",
+        Linear(placeholder(256, 256, format="fp8_row"), activation_quant=Quantize("fp8", 128)),
+        "as the weight is",
+    ),
     ("linear_int4", Linear(placeholder(256, 192, format="int4_group64")), "columns in groups of 128"),
     ("moe_route_grouped", MoERoute(None, 33, "sigmoid", 4, 4, "top2"), "at most 32 groups"),
     ("moe_route_grouped", MoERoute(None, 2, "softmax", 4, 2, "max"), "judged by its best two"),
@@ -124,7 +128,7 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "op", "words"), REFUSED, ids=[f"{name}_{i}" for i, (name, *_) in enumerate(REFUSED)])
 def test_what_the_operators_cannot_do_is_refused(name, op, words):
     (kernel,) = [k for k in kernels() if k.name == f"vllm_xpu:{name}"]
-    context = Context(torch.bfloat16, "decode", features=chips.assumed_features("bmg"))
+    context = Context(torch.bfloat16, "decode", features=chips.assume_features("bmg"))
     formats = {w.format for w in vars(op).values() if isinstance(w, Weight)}
     assert words in " ".join(kernel.refusals(op, context, formats))
 
@@ -146,7 +150,7 @@ def test_single_tokens_among_many_stay_with_the_kernels_for_many():
     cache = draw.normal(2, 64, 1, 96), draw.normal(2, 64, 1, 96)
     batch = make_batch([Query([1], 70, [0, 1], 1)], block_tokens=64, device="cpu", few_tokens=0)
     q = draw.normal(1, 9, 96)
-    got = attention.attention_many(op, q, batch, SimpleNamespace(blocked=lambda: cache))
+    got = attention.attention_many(op, q, batch, SimpleNamespace(view_blocks=lambda: cache))
     k, v = (t.flatten(0, 1)[:71, 0].float() for t in cache)
     want = (q[0].float() @ k.t() * op.scale).softmax(-1) @ v
     assert torch.allclose(got[0].float(), want, atol=2e-2)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from tests.vendors.calls import Call
+from tests.vendors.configs import LATENT
 from tests.vendors.profile import ROWS, Profile
+
+WITH_WINDOWS = ("mistral_window", "gemma3")
 
 
 class Kunlun(Profile):
@@ -19,16 +22,16 @@ class Kunlun(Profile):
     ]
 
     def attention(self, family: str) -> tuple[str, ...]:
-        return ("torch",) if family == "mistral_window" else ("kunlun_ops",)
+        return ("torch",) if family in WITH_WINDOWS else ("kunlun_ops",)
 
     def layouts(self, family: str) -> set[str]:
-        return {"kunlun_latent_64" if family.startswith("deepseek") else "kunlun_bhld_16"}
+        return {"kunlun_latent_64" if family in LATENT else "kunlun_bhld_16"}
 
     def check_kernels(self, family: str, chosen: list[tuple[str, str]]) -> None:
         """All attention is the vendor's, or all is torch's."""
         attention = [kernel for op, kernel in chosen if op in ("attention", "mla_absorbed", "mla_expanded")]
         vendor = [kernel.startswith("kunlun_ops:") for kernel in attention]
-        assert attention and not any(vendor) if family == "mistral_window" else all(vendor), attention
+        assert attention and not any(vendor) if family in WITH_WINDOWS else all(vendor), attention
 
 
 PROFILE = Kunlun("kunlun")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tests.vendors.configs import LATENT
 from tests.vendors.npu import chip
 from tests.vendors.profile import DRAFTS, Profile
 
-NO_ATB = ("mistral_window", "deepseek_v2", "deepseek_v3")
+NO_ATB = ("mistral_window", *LATENT)
 """Windows and latents, for which ATB has nothing on the 310P."""
 
 
@@ -27,11 +28,11 @@ class Npu(Profile):
 
     def layouts(self, family: str) -> set[str]:
         plain = "npu_nz_128" if chip.ARCH == "310p" else "npu_nd_128"
-        return {"npu_latent_nd_128" if family.startswith("deepseek") else plain}
+        return {"npu_latent_nd_128" if family in LATENT else plain}
 
     def check_kernels(self, family: str, chosen: list[tuple[str, str]]) -> None:
         looped = {"torch_sdpa"} if chip.ARCH == "310p" and family in NO_ATB else set()
-        more = {"atb"} if chip.ARCH == "310p" and not family.startswith("deepseek") else set()
+        more = {"atb"} if chip.ARCH == "310p" and family not in LATENT else set()
         found = {kernel.partition(":")[0] for _, kernel in chosen} - {"decomposition"}
         assert found == {"torch_npu", "torch"} | looped | more, "torch_sdpa is a loop over sequences"
 

@@ -21,7 +21,7 @@ from inferplane.ops import Draw
 from inferplane.plugin import UsageError
 from inferplane.plugins import host
 from inferplane.types.batch import Query, make_batch
-from inferplane_npu.graphs import CapturedStep, recorder_of
+from inferplane_npu.graphs import UpdatableGraph, recorder_of
 from tests.vendors.configs import LLAMA, V3, model
 from tests.vendors.npu import chip
 
@@ -134,7 +134,7 @@ def test_replays_equal_eager_steps(config):
         return make_batch(widest, block_tokens=128, device="cpu")
 
     with torch.inference_mode():
-        graph = CapturedStep(runtime, step, batch(0))
+        graph = UpdatableGraph(runtime, step, batch(0))
         eager.steps["decode"](batch(0), eager.cache)  # capturing runs the step, and writes its tokens
         layers = len(tree.layers)
         assert len(graph.recorder.tasks) == layers
@@ -150,11 +150,11 @@ def test_replays_equal_eager_steps(config):
 def test_what_cannot_be_captured():
     long = make_batch([Query(list(range(20)), 0, [0])], block_tokens=128, device="cpu")
     with pytest.raises(UsageError, match="A mixed step cannot be captured"):
-        CapturedStep(Runtime(), lambda batch: None, long)
+        UpdatableGraph(Runtime(), lambda batch: None, long)
     one = make_batch([Query([1], 3, [0])], block_tokens=128, device="cpu")
     with pytest.raises(UsageError, match="without lengths on the host"):
-        CapturedStep(Runtime(), lambda batch: None, replace(one, host_lens=None))
-    graph = CapturedStep(Runtime(), lambda batch: batch.ids, one)
+        UpdatableGraph(Runtime(), lambda batch: None, replace(one, host_lens=None))
+    graph = UpdatableGraph(Runtime(), lambda batch: batch.ids, one)
     assert recorder_of(graph.batch) is graph.recorder and recorder_of(one) is None
     two = make_batch([Query([1], 3, [0]), Query([1], 3, [1])], block_tokens=128, device="cpu")
     with pytest.raises(UsageError, match="has 1 rows of 1 sequences, the batch 2 rows of 2 sequences: ids differs"):

@@ -25,6 +25,8 @@ struct AttentionArgs {
   int64_t heads, kv_heads, dim, v_dim, block, window;
   float scale;
   bf16 *out;  // [tokens, heads, v_dim]
+  const float *sinks = nullptr;  // [heads]: each softmax has one more score, whose weight falls on no value; or null
+  float softcap = 0;  // a score s counts as softcap tanh(s / softcap); 0: as it is
   // Whether the cache keeps latents: then v is the beginning of k, and kv_heads is 1.
   bool has_latents() const { return v.data == k.data; }
   // Whether scores are computed on tiles. The model's sizes alone decide: a score must not depend on the number of
@@ -43,6 +45,9 @@ inline AttentionArgs attention_args(const ip_cache &c, const bf16 *q, int64_t he
   return {q, k, has_latents ? k : value_entries(c, kv_heads * v_dim), heads, kv_heads, dim, v_dim, c.block, window,
           scale, out};
 }
+
+// cap tanh(s / cap) of each lane, to about 1e-7 of `cap`.
+inline Floats soft_cap(Floats s, float cap) { return cap - 2 * cap / (vexp(s * (2 / cap)) + 1.0f); }
 
 // Query tokens of one sequence, and the spans that they look at.
 struct AttentionTask {

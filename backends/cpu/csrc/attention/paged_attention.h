@@ -9,15 +9,22 @@ namespace {
 
 // Softmax of one head and token over keys low .. high of a span that begins at key `begin`: scores s[j] of key begin +
 // j become weights exp(scale s[j] - maximum), times value_scales[j] if that is not null; weights of other keys, up to a
-// multiple of 16, become zero. part [size] = {maximum, sum of the weights without value_scales, zeros}.
+// multiple of 16, become zero. With a soft cap, scale s[j] is capped first. part [size] = {maximum, sum of the weights
+// without value_scales, zeros}.
 inline void softmax_span(const AttentionArgs &args, const float *value_scales, int64_t begin, int64_t low, int64_t high,
                          float *s, float *part, int64_t size) {
   int64_t padded = round_up(high - begin, kLanes);
+  float scale = args.scale;
+  if (args.softcap > 0) {
+    for (int64_t j = 0; j < padded; j += kRegisterLanes)
+      store(s + j, soft_cap(load<Floats>(s + j) * scale, args.softcap));
+    scale = 1;
+  }
   for (int64_t j = 0; j < low - begin; j++) s[j] = -__builtin_inff();
   for (int64_t j = high - begin; j < padded; j++) s[j] = -__builtin_inff();
   Floats most = Floats{} - __builtin_inff(), all = {};
   for (int64_t j = 0; j < padded; j += kRegisterLanes) {
-    Floats v = load<Floats>(s + j) * args.scale;
+    Floats v = load<Floats>(s + j) * scale;
     store(s + j, v);
     most = v > most ? v : most;
   }
@@ -248,10 +255,11 @@ inline void attend_span(const AttentionArgs &args, const AttentionUnit &u, int64
 }
 
 // out[0 .. v_dim] = the attention result in bf16 of one token and head, from `count` partial results (maximum, sum,
-// weighted values) that stand `step` floats apart, in their order.
-inline void merge_spans(const float *part, int64_t step, int64_t count, int64_t v_dim, bf16 *out) {
-  float top = -__builtin_inff(), all = 0;
+// weighted values) that stand `step` floats apart, in their order. `sink`: the head's sink, or null.
+inline void merge_spans(const float *part, int64_t step, int64_t count, int64_t v_dim, const float *sink, bf16 *out) {
+  float top = sink ? *sink : -__builtin_inff(), all = 0;
   for (int64_t i = 0; i < count; i++) top = part[i * step] > top ? part[i * step] : top;
+  if (sink) all = vexp(Floats{} + (*sink - top))[0];
   float weight[512];
   for (int64_t i0 = 0; i0 < count; i0 += 512)
     for (int64_t i = i0; i < min64(count, i0 + 512); i++)
@@ -339,7 +347,7 @@ inline void attend(Team &team, const AttentionArgs &args, const AttentionPlan &p
       for (int64_t i = 0; i < t.tokens; i++)
         for (int64_t h = u.g * group; h < (u.g + u.heads) * group; h++)
           merge_spans(part + (i * t.spans * args.heads + h) * size, args.heads * size, t.spans, args.v_dim,
-                      args.out + ((t.first + i) * args.heads + h) * args.v_dim);
+                      args.sinks ? args.sinks + h : nullptr, args.out + ((t.first + i) * args.heads + h) * args.v_dim);
     }
   });
   if (!plan.spans_shared) return;
@@ -350,7 +358,8 @@ inline void attend(Team &team, const AttentionArgs &args, const AttentionPlan &p
       if (t.span != t.first_span) continue;
       for (int64_t i = 0, h = u % args.heads; i < t.tokens; i++)
         merge_spans(plan.partial + ((t.part + i * t.all_spans) * args.heads + h) * size, args.heads * size, t.all_spans,
-                    args.v_dim, args.out + ((t.first + i) * args.heads + h) * args.v_dim);
+                    args.v_dim, args.sinks ? args.sinks + h : nullptr,
+                    args.out + ((t.first + i) * args.heads + h) * args.v_dim);
     }
   });
 }

@@ -5,6 +5,7 @@
 // rows of float32.
 #pragma once
 #include <float.h>
+#include <math.h>
 
 #include "products/gemm_float32.h"
 #include "attention/prefill_plan.h"
@@ -88,6 +89,8 @@ struct PrefillHead {
     int64_t padded = round_up(last - first, kLanes), from = first_visible(first, position),
             to = end_visible(first, last, position);
     if (from >= to) return;
+    for (int64_t j = 0; args.softcap > 0 && j < padded; j += kRegisterLanes)
+      store(s + j, soft_cap(load<Floats>(s + j), args.softcap));
     for (int64_t j = 0; j < from; j++) s[j] = -__builtin_inff();
     for (int64_t j = to; j < padded; j++) s[j] = -__builtin_inff();
     Floats most = splat_floats(*row_maximum);
@@ -140,8 +143,10 @@ struct PrefillHead {
       for (int64_t i = 0; i < t.tokens; i++) {
         const float *sums_row = sums + (h * t.tokens + i) * args.v_dim;
         bf16 *to = args.out + ((t.first + i) * args.heads + g * group + h) * args.v_dim;
+        float all = total[h * t.tokens + i];
+        if (args.sinks) all += expf(args.sinks[g * group + h] - top[h * t.tokens + i]) * 0x1p20f;
         for (int64_t d = 0; d < args.v_dim; d += kLanes)
-          store_bf16x16(to + d, load<F32x16>(sums_row + d) / total[h * t.tokens + i]);
+          store_bf16x16(to + d, load<F32x16>(sums_row + d) / all);
       }
   }
 

@@ -6,6 +6,7 @@
 // interleaved; maxima and sums are sixteen queries wide; and V alone is transposed, once for all queries of a task.
 #pragma once
 #include <float.h>
+#include <math.h>
 
 #include "products/gemm_tiles.h"
 #include "attention/prefill_plan.h"
@@ -148,8 +149,11 @@ struct PrefillHead {
   // if a maximum has grown by more than kMaxGrowth.
   void softmax_tile(int64_t first, int64_t last, int64_t position, float *s, F32x16 *tile_maximum, F32x16 *total,
                     float *o) const {
-    const F32x16 by = splat(args.scale * 1.44269504f);
     int64_t n = last - first;
+    if (args.softcap > 0)
+      for (int64_t j = 0; j < n; j++)
+        store(s + j * 16, soft_cap(load<F32x16>(s + j * 16) * args.scale, args.softcap));
+    const F32x16 by = splat((args.softcap > 0 ? 1 : args.scale) * 1.44269504f);
     bool all_visible = last - 1 <= position && (!args.window || first + args.window > position + 15);
     F32x16 most = *tile_maximum;
     if (all_visible) {
@@ -228,7 +232,10 @@ struct PrefillHead {
     for (int64_t p = 0; p < pairs; p++)
       for (int64_t i = 0; i < 2; i++) {
         float *o = sums + (2 * p + i) * args.v_dim * 16;
-        F32x16 inverse = splat(1.0f) / all[2 * p + i];
+        F32x16 total = all[2 * p + i];
+        for (int64_t q = 0; args.sinks && q < 16; q++)
+          total[q] += exp2f(args.sinks[head(p)] * 1.44269504f - top[2 * p + i][q]);
+        F32x16 inverse = splat(1.0f) / total;
         int64_t have = min64(16, t.tokens - token(p, i));
         for (int64_t d = 0; have > 0 && d < args.v_dim; d += 32) {
           __m512i r[16];

@@ -43,13 +43,13 @@ inline void mask_other_groups(const ip_experts &x, float *choice) {
       if (e != best && of[e] > second) second = of[e];
     rank[g] += second;
   }
-  bool is_kept[kMaxExperts] = {};
+  bool is_chosen[kMaxExperts] = {};
   for (int64_t i = 0; i < x.top_groups; i++) {
     int64_t g = argmax_index(rank, x.groups);
-    is_kept[g] = true, rank[g] = -__builtin_inff();
+    is_chosen[g] = true, rank[g] = -__builtin_inff();
   }
   for (int64_t e = 0; e < x.experts; e++)
-    if (!is_kept[e / each]) choice[e] = -__builtin_inff();
+    if (!is_chosen[e / each]) choice[e] = -__builtin_inff();
 }
 
 // Writes the ids and weights [x.top] of one token's experts from its logits [x.experts]: the best ones by score plus

@@ -135,10 +135,10 @@ inline void prefetch_line(const uint8_t *line) {
 
 #if defined(__AVX512VNNI__)
 constexpr int kMaxTileRows = 8;  // rows of activations that one line is multiplied with while it is in a register
-// With no more rows, each has two chains of sums, since a single chain waits for itself.
-constexpr int kTwoChainRows = 2;
+// With no more rows, each has two sums, since every addition to a single one waits for the last.
+constexpr int kTwoSumRows = 2;
 #else
-constexpr int kMaxTileRows = 4, kTwoChainRows = 0;
+constexpr int kMaxTileRows = 4, kTwoSumRows = 0;
 #endif
 
 #if defined(__AVX512F__)
@@ -151,7 +151,7 @@ inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Ac
   const int32_t *q = x.quads + i0 * 16;
   const int64_t blocks = x.group / kColumnStep;
   constexpr int lines = KIND == IP_INT8 ? 8 : 4;
-  constexpr bool two_chains = MT <= kTwoChainRows;
+  constexpr bool two_sums = MT <= kTwoSumRows;
   PanelScales scales = panel_scales(w, panel);
   F32x16 acc[MT];
   for (int i = 0; i < MT; i++) acc[i] = F32x16{};
@@ -161,7 +161,7 @@ inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Ac
 #pragma GCC unroll 8
     for (int i = 0; i < MT; i++) {
       s[i].start_at(x.correction[at + i]);
-      if (two_chains) t[i].start_at(0);
+      if (two_sums) t[i].start_at(0);
     }
     for (int64_t b = 0; b < blocks; b++, p += 64 * lines, q += 16 * x.m) {
       // Reading a long panel evicts the activations from the first-level cache before the next panel reads them again.
@@ -172,13 +172,13 @@ inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Ac
         prefetch_line<KIND, MT>(p + 64 * l);
         if (KIND == IP_INT8) {
 #pragma GCC unroll 8
-          for (int i = 0; i < MT; i++) (two_chains && l % 2 ? t[i] : s[i]).add(line, q[16 * i + l], q[16 * i + l + 8]);
+          for (int i = 0; i < MT; i++) (two_sums && l % 2 ? t[i] : s[i]).add(line, q[16 * i + l], q[16 * i + l + 8]);
         } else {
-          Line low = low_nibbles(line), high = two_chains ? upper_nibbles(line) : high_nibbles(line);
+          Line low = low_nibbles(line), high = two_sums ? upper_nibbles(line) : high_nibbles(line);
 #pragma GCC unroll 8
           for (int i = 0; i < MT; i++) {
             s[i].add(low, q[16 * i + 2 * l], q[16 * i + 2 * l + 8]);
-            (two_chains ? t[i] : s[i]).add(high, q[16 * i + 2 * l + 1], q[16 * i + 2 * l + 9]);
+            (two_sums ? t[i] : s[i]).add(high, q[16 * i + 2 * l + 1], q[16 * i + 2 * l + 9]);
           }
         }
       }
@@ -187,7 +187,7 @@ inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Ac
 #pragma GCC unroll 8
     for (int i = 0; i < MT; i++) {
       I32x16 exact = s[i].total();
-      if (two_chains) exact += KIND == IP_INT8 ? t[i].total() : t[i].total() >> 4;
+      if (two_sums) exact += KIND == IP_INT8 ? t[i].total() : t[i].total() >> 4;
       acc[i] = fma(__builtin_convertvector(exact, F32x16), scale * x.scale[at + i], acc[i]);
     }
   }

@@ -52,13 +52,13 @@ template <int MT>
 inline void dot_panel_tile(const uint8_t *panel, const Int8Activations &x, int64_t i, int32_t *sums) {
   int64_t lines = x.padded / 4;
 #if defined(__AVX512VNNI__)
-  constexpr int kChains = MT == 1 ? 4 : MT == 2 ? 2 : 1;  // chains of sums per row: a single one waits for itself
-  __m512i acc[MT][kChains];
+  constexpr int kSums = MT == 1 ? 4 : MT == 2 ? 2 : 1;  // sums per row: a sum waits for its last addition
+  __m512i acc[MT][kSums];
   const int32_t *q[MT];
 #pragma GCC unroll 8
   for (int r = 0; r < MT; r++) {
     q[r] = (const int32_t *)(x.x + (i + r) * x.padded);
-    for (int n = 0; n < kChains; n++) acc[r][n] = __m512i{};
+    for (int n = 0; n < kSums; n++) acc[r][n] = __m512i{};
   }
   for (int64_t c = 0; c < lines; c += 4) {
 #pragma GCC unroll 4
@@ -70,12 +70,12 @@ inline void dot_panel_tile(const uint8_t *panel, const Int8Activations &x, int64
         _mm_prefetch((const char *)panel + (c + l) * 64 + 2048, _MM_HINT_T0);
 #pragma GCC unroll 8
       for (int r = 0; r < MT; r++)
-        acc[r][l % kChains] = _mm512_dpbusd_epi32(acc[r][l % kChains], line, _mm512_set1_epi32(q[r][c + l]));
+        acc[r][l % kSums] = _mm512_dpbusd_epi32(acc[r][l % kSums], line, _mm512_set1_epi32(q[r][c + l]));
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < MT; r++) {
-    for (int n = 1; n < kChains; n++) acc[r][0] = _mm512_add_epi32(acc[r][0], acc[r][n]);
+    for (int n = 1; n < kSums; n++) acc[r][0] = _mm512_add_epi32(acc[r][0], acc[r][n]);
     _mm512_storeu_si512(sums + r * 16, acc[r][0]);
   }
 #else

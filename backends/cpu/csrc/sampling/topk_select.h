@@ -1,5 +1,5 @@
-// Finds, in a list of a few tokens, the one at a share of their weights, or of their number, by rank: by descending
-// logit, then by id. The tokens are counted by interval of logits, and those of one interval are counted again, until
+// Finds, in an unsorted list of tokens, the one where the cumulative weight (top-p) or the count (top-k) passes the
+// cutoff, in descending order of logits. Among equal logits the lower id comes first. The tokens are counted by interval of logits, and those of one interval are counted again, until
 // so few are left that sorting them costs nothing. sample_row.h calls `find_token` on each band.
 #pragma once
 #include <algorithm>

@@ -11,5 +11,13 @@ from inferplane_cpu.kernels import attention, layer, linear, model, moe, rowwise
 
 def kernels() -> list[Kernel]:
     """Every kernel this backend declares."""
-    native = [*linear.KERNELS, *rowwise.KERNELS, *attention.KERNELS, *moe.KERNELS, *layer.KERNELS, *model.KERNELS]
+    native = [
+        *linear.KERNELS,
+        *linear.HEAD_KERNELS,
+        *rowwise.KERNELS,
+        *attention.KERNELS,
+        *moe.KERNELS,
+        *layer.KERNELS,
+        *model.KERNELS,
+    ]
     return [*native, *sampling.KERNELS, *composed_kernels(), *torch_batch_invariant.KERNELS]

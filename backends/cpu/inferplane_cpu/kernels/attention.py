@@ -47,9 +47,10 @@ def _has_no_kv_b_bias(op: Any) -> bool:
 
 
 PAGED = When(dtypes=(torch.bfloat16,), kv_layouts=LAYOUTS, features=("native",))
-FEW = replace(PAGED, needs=(("few query tokens", _has_few_queries),))
+ATTENTION = replace(PAGED, extensions=("attention.sinks", "attention.softcap"))
+FEW = replace(ATTENTION, needs=(("few query tokens", _has_few_queries),))
 MANY = replace(
-    PAGED,
+    ATTENTION,
     features=("native", "tiles"),
     needs=(("many query tokens, heads of a multiple of 32 up to 256", _has_many_queries),),
 )
@@ -88,13 +89,19 @@ def _describe_cache(kv: Any) -> Cache:
     return made
 
 
-@KERNELS("attention", "native", when=PAGED, rank=RANK_SLOW, batch_invariant=True)
+@KERNELS("attention", "native", when=ATTENTION, rank=RANK_SLOW, batch_invariant=True)
 def attention_batch_invariant(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """Keys in spans counted from the sequence's beginning, whatever else the batch holds."""
     return attention(view, q, batch, kv)
 
 
+def _float_sinks(view: Any) -> torch.Tensor:
+    sinks: torch.Tensor = view.sinks.float().contiguous()
+    return sinks
+
+
 def _attend(function: Any, view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV, out: torch.Tensor) -> Any:
+    sinks = None if view.sinks is None else view.once("inferplane_cpu.sinks", _float_sinks, view)
     return function(
         q.data_ptr(),
         native_batch(batch),
@@ -105,6 +112,8 @@ def _attend(function: Any, view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV
         view.kv.v_dim,
         view.scale,
         view.kv.window or 0,
+        None if sinks is None else sinks.data_ptr(),
+        view.softcap or 0.0,
         out.data_ptr(),
     )
 

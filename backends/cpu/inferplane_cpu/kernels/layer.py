@@ -19,57 +19,48 @@ from inferplane_cpu.native import library
 KERNELS = Kernels()
 
 
-def _has_latent_attention(op: Any) -> bool:
-    return bool(op.attn.name == "mla_block")
-
-
 def _has_native_parts(op: Any) -> bool:
     attn, mlp = op.attn, op.mlp
-    if attn.name not in ("gqa_block", "mla_block") or mlp.name not in ("gated_mlp", "moe"):
+    if not (attn.has_grouped_queries or attn.has_latent_attention) or not (mlp.is_gated_mlp or mlp.has_experts):
         return False
-    if attn.reduce is not None or mlp.reduce is not None or (mlp.name == "moe" and mlp.here is not None):
+    if attn.reduce is not None or mlp.reduce is not None or (mlp.has_experts and mlp.here is not None):
         return False
-    return _has_latent_attention(op) or bool(attn.few.kv.dim == attn.few.kv.v_dim == attn.head_dim)
+    return attn.has_latent_attention or bool(attn.few.kv.dim == attn.few.kv.v_dim == attn.head_dim)
 
 
 def _gated_mlp_of(op: Any) -> Any:
     """The gated MLP that all tokens take, or None."""
-    return op.mlp if op.mlp.name == "gated_mlp" else op.mlp.shared
+    return op.mlp if op.mlp.is_gated_mlp else op.mlp.shared
 
 
 def _linear_ops(op: Any) -> list[Any]:
     """Linear children, the router left out."""
     attn, mlp = op.attn, _gated_mlp_of(op)
-    own = [attn.q_a, attn.q_b, attn.kv_a] if _has_latent_attention(op) else [attn.qkv]
+    own = [attn.q_a, attn.q_b, attn.kv_a] if attn.has_latent_attention else [attn.qkv]
     return [x for x in (*own, attn.o, *((mlp.gate_up, mlp.down) if mlp is not None else ())) if x is not None]
 
 
 def _expert_weights(op: Any) -> list[Any]:
     """The experts' weights."""
-    return [op.mlp.experts.gate_up, op.mlp.experts.down] if op.mlp.name == "moe" else []
+    return [op.mlp.experts.gate_up, op.mlp.experts.down] if op.mlp.has_experts else []
 
 
 def _has_plain_activations(op: Any) -> bool:
     mlp = _gated_mlp_of(op)
-    plain = all(x.act is None and x.out_dtype is None for x in _linear_ops(op))
-    router = op.mlp.router if op.mlp.name == "moe" else None
+    plain = all(x.activation_quant is None and x.out_dtype is None for x in _linear_ops(op))
+    router = op.mlp.router if op.mlp.has_experts else None
     if router is not None:
-        plain = plain and router.bias is None and router.act is None and router.out_dtype is torch.float32
+        plain = plain and router.bias is None and router.activation_quant is None and router.out_dtype is torch.float32
     return plain and (mlp is None or mlp.gate_up.bias is None)
 
 
-def _is_read_in_bf16(path: str) -> bool:
-    """Whether the library reads a weight in bfloat16: all but rotary tables and a router's bias."""
-    return not (path.endswith("rope.table") or path == "mlp.route.bias")
-
-
 def _has_bf16_weights(op: Any) -> bool:
-    if any(w.dtype not in (None, torch.bfloat16) for path, w in op.weights() if _is_read_in_bf16(path)):
-        return False
-    route = op.mlp.route if op.mlp.name == "moe" else None
-    return op.attn.enter.rope.table.dtype is torch.float32 and (
-        route is None or route.bias is None or route.bias.dtype is torch.float32
-    )
+    """Whether its weights have the dtypes that the library reads: float32 in the rotary table and a router's bias,
+    bfloat16 in all others."""
+    bias = op.mlp.route.bias if op.mlp.has_experts else None
+    in_float32 = [w for w in (op.attn.enter.rope.table, bias) if w is not None]
+    others = (w for _, w in op.weights() if not any(w is x for x in in_float32))
+    return all(w.dtype is torch.float32 for w in in_float32) and all(w.dtype in (None, torch.bfloat16) for w in others)
 
 
 def _has_inner_multiple_of_16(op: Any) -> bool:
@@ -82,28 +73,28 @@ def _has_all_experts(op: Any) -> bool:
 
 
 def _has_stored_kv_b(op: Any) -> bool:
-    return not _has_latent_attention(op) or _has_kv_b_in(op, (PLAIN, "fp8_block"))
+    return not op.attn.has_latent_attention or _has_kv_b_in(op, (PLAIN, "fp8_block"))
 
 
 def _has_packed_kv_b(op: Any) -> bool:
-    return _has_latent_attention(op) and _has_kv_b_in(op, PANEL_FORMATS)
+    return op.attn.has_latent_attention and _has_kv_b_in(op, PANEL_FORMATS)
 
 
 def _has_kv_b_in(op: Any, formats: tuple[str, ...]) -> bool:
     return op.attn.absorbed.kv_b.format in formats and op.attn.expanded.kv_b.bias is None
 
 
-def _packed_weights(op: Any) -> list[Any]:
+def _list_packed_weights(op: Any) -> list[Any]:
     """Weights that kernels for quantized ones read in panels."""
     return [*(x.weight for x in _linear_ops(op)), *_expert_weights(op)]
 
 
 def _has_packed_weights(op: Any) -> bool:
-    return all(w.format in PANEL_FORMATS for w in _packed_weights(op))
+    return all(w.format in PANEL_FORMATS for w in _list_packed_weights(op))
 
 
 def _has_int8_row_weights(op: Any) -> bool:
-    return all(w.format in INT8_ROW_FORMATS and fits_int8_sums(w) for w in _packed_weights(op))
+    return all(w.format in INT8_ROW_FORMATS and fits_int8_sums(w) for w in _list_packed_weights(op))
 
 
 def _if_native(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -123,7 +114,7 @@ PACKED_KV_B = ("latent attention with a kv_b of 8 or 4 bits without bias", _if_n
 
 
 def _fits_tiles(op: Any) -> bool:
-    return op.attn.name == "gqa_block" and op.mlp.name == "gated_mlp" and has_tile_dims(op.attn.head_dim)
+    return op.attn.has_grouped_queries and op.mlp.is_gated_mlp and has_tile_dims(op.attn.head_dim)
 
 
 def _when(formats: tuple[str, ...], step_kind: StepKind, *needs: Any, kv_b: Any = STORED_KV_B) -> When:

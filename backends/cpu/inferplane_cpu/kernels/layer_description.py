@@ -8,7 +8,7 @@ from typing import Any
 from inferplane.plugin import Batch
 from inferplane_cpu.kernels.attention import kv_b_of, native_batch
 from inferplane_cpu.kernels.moe import describe_routing
-from inferplane_cpu.kernels.packing import Adapt, adapted_matrices
+from inferplane_cpu.kernels.packing import Adapt, adapt_matrices
 from inferplane_cpu.native import Experts, Latent, Layer, Step
 
 
@@ -28,18 +28,18 @@ def native_step(batch: Batch) -> Step:
     return batch.once("inferplane_cpu.step", _describe_step, batch)
 
 
-class _Memory(list[Any]):
+class _OwnedArrays(list[Any]):
     """What a description points to; it lives as long as the description."""
 
     def matrix(self, child: Any, adapt: Adapt) -> Any:
         """A linear layer's matrix, whose array stays here."""
-        self.append(adapted_matrices(adapt, child.weight, child.bias))
+        self.append(adapt_matrices(adapt, child.weight, child.bias))
         return self[-1][0]
 
 
 def _describe(view: Any, rounded: bool) -> Layer:
     attn, layer, adapt = view.attn, Layer(rounded=rounded), view.prepared
-    layer.memory = memory = _Memory()
+    layer.memory = memory = _OwnedArrays()
     layer.attn_norm, layer.attn_eps = view.attn_norm.norm.weight.data_ptr(), view.attn_norm.norm.eps
     layer.mlp_norm, layer.mlp_eps = view.mlp_norm.norm.weight.data_ptr(), view.mlp_norm.norm.eps
     layer.o = memory.matrix(attn.o, adapt)
@@ -66,7 +66,7 @@ def _describe(view: Any, rounded: bool) -> Layer:
     return layer
 
 
-def _describe_latent(attn: Any, adapt: Adapt, memory: _Memory) -> Latent:
+def _describe_latent(attn: Any, adapt: Adapt, memory: _OwnedArrays) -> Latent:
     d, enter = attn.dims, attn.enter
     made = Latent(nope=d.nope, rope=d.rope, value=d.value, latent=d.latent)
     made.q_b, made.kv_a = memory.matrix(attn.q_b, adapt), memory.matrix(attn.kv_a, adapt)
@@ -78,9 +78,9 @@ def _describe_latent(attn: Any, adapt: Adapt, memory: _Memory) -> Latent:
     return made
 
 
-def _describe_experts(mlp: Any, adapt: Adapt, memory: _Memory) -> Experts:
+def _describe_experts(mlp: Any, adapt: Adapt, memory: _OwnedArrays) -> Experts:
     route, experts = mlp.route, mlp.experts
-    gate_up, down = adapted_matrices(adapt, experts.gate_up), adapted_matrices(adapt, experts.down)
+    gate_up, down = adapt_matrices(adapt, experts.gate_up), adapt_matrices(adapt, experts.down)
     memory += [gate_up, down]
     made = describe_routing(route, len(gate_up))
     made.router = memory.matrix(mlp.router, None)  # in one order whatever comes with it (`prepare_any_order`)

@@ -15,14 +15,14 @@ from inferplane_cpu.kernels.packing import (
     MAX_INT8_COLUMNS,
     PACKING,
     PANEL_FORMATS,
-    adapted_matrices,
+    adapt_matrices,
     multiply_panels,
     prepare_any_order,
     prepare_int8_activations,
 )
 from inferplane_cpu.native import FASTER_THAN_ONEDNN, Matrix, current_instruction_set, library
 
-KERNELS = Kernels()
+KERNELS, HEAD_KERNELS = Kernels(), Kernels()
 RANK_BATCH_INVARIANT = RANK_PORTABLE - 10
 """Kernels whose rows never depend on each other, where those that do not promise it are faster."""
 FEW_ROWS = 32
@@ -30,7 +30,7 @@ FEW_ROWS = 32
 
 
 def _has_plain_activations(op: Any) -> bool:
-    return op.act is None and op.out_dtype in (None, torch.bfloat16, torch.float32)
+    return op.activation_quant is None and op.out_dtype in (None, torch.bfloat16, torch.float32)
 
 
 def _has_bf16_weight(op: Any) -> bool:
@@ -60,7 +60,7 @@ def fits_int8_sums(weight: Any) -> bool:
 
 
 def _has_int8_activations(op: Any) -> bool:
-    act, wide = op.act, op.out_dtype not in (None, torch.bfloat16, torch.float32)
+    act, wide = op.activation_quant, op.out_dtype not in (None, torch.bfloat16, torch.float32)
     return act is not None and act.format == "int8" and act.group == 0 and not wide
 
 
@@ -93,7 +93,7 @@ def matrix_of(view: Any) -> Matrix:
 
 
 def _describe(view: Any) -> Any:
-    return adapted_matrices(view.prepared, view.weight, getattr(view, "bias", None))
+    return adapt_matrices(view.prepared, view.weight, getattr(view, "bias", None))
 
 
 def multiply_on_tiles(w: Matrix, x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -187,13 +187,13 @@ def embedding_panels(view: Any, ids: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@KERNELS("lm_head", "native", when=HEAD, rank=RANK_BATCH_INVARIANT, batch_invariant=True)
+@HEAD_KERNELS("lm_head", "native", when=HEAD, rank=RANK_BATCH_INVARIANT, batch_invariant=True)
 def lm_head_batch_invariant(view: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
     """The rows that want logits by the native product, in float32."""
     return multiply(matrix_of(view), select_logit_rows(x, batch), True)
 
 
-@KERNELS("lm_head", "native", when=HEAD, rank=RANK_PORTABLE, prepare=prepare_any_order)
+@HEAD_KERNELS("lm_head", "native", when=HEAD, rank=RANK_PORTABLE, prepare=prepare_any_order)
 def lm_head(view: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Few rows by the native product, in float32; many by the faster of `multiply_many_rows`, widened."""
     rows = select_logit_rows(x, batch)
@@ -202,13 +202,13 @@ def lm_head(view: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
     return multiply_many_rows(view, rows, None).float()
 
 
-@KERNELS("lm_head", "native", when=PACKED_HEAD, packs=WEIGHT, rank=RANK_BATCH_INVARIANT, batch_invariant=True)
+@HEAD_KERNELS("lm_head", "native", when=PACKED_HEAD, packs=WEIGHT, rank=RANK_BATCH_INVARIANT, batch_invariant=True)
 def lm_head_panels_batch_invariant(view: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
     """As `lm_head_batch_invariant`, for weights of 8 and 4 bits."""
     return lm_head_batch_invariant(view, x, batch)
 
 
-@KERNELS("lm_head", "native", when=PACKED_HEAD, packs=WEIGHT, rank=RANK_PORTABLE)
+@HEAD_KERNELS("lm_head", "native", when=PACKED_HEAD, packs=WEIGHT, rank=RANK_PORTABLE)
 def lm_head_panels(view: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
     """As `lm_head`, for weights of 8 and 4 bits."""
     return lm_head(view, x, batch)

@@ -7,6 +7,8 @@ fetched from memory and takes several times as long as in a loop of its own.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -21,12 +23,13 @@ KERNELS = Kernels()
 MAX_TOKENS = 8
 """Tokens of a step at most; csrc: kMaxDecodeRows."""
 DECODE = When(step_kinds=("decode",), features=("native",))
+STACK = replace(DECODE, extensions=("decoder_stack.several_tables",))
 LAYERS = tuple(kernel.name for kernel in layer.KERNELS if kernel.when.step_kinds == ("decode",))
 PARTS = {
     "embed": ("torch:embedding", "native:embedding_panels"),
     "layers": ("native:decoder_stack",),
     "norm": ("native:add_rms_norm",),
-    "head": tuple(kernel.name for kernel in linear.KERNELS if kernel.op == "lm_head"),
+    "head": tuple(kernel.name for kernel in linear.HEAD_KERNELS),
 }
 
 
@@ -50,6 +53,16 @@ class NativeStack:
         self.layers = (ctypes.c_void_p * self.count)(*(ctypes.addressof(native_layer(v, False)) for v in view.layers))
         self._described: tuple[LayerKV, ...] | None = None
         self._caches: Any = None
+        self._tables: tuple[int, ...] | None = None
+        self._runs: list[tuple[int, int, int]] = []
+
+    def find_runs(self, tables: tuple[int, ...]) -> list[tuple[int, int, int]]:
+        """First layer, number of layers and block table of each run of layers with the same table."""
+        if self._tables != tables:
+            groups = groupby(range(self.count), key=lambda i: tables[i] if tables else 0)
+            self._runs = [(layers[0], len(layers), table) for table, layers in ((t, [*g]) for t, g in groups)]
+            self._tables = tables
+        return self._runs
 
     def caches(self, caches: tuple[LayerKV, ...]) -> Any:
         """An array of `Cache`, one a layer."""
@@ -89,25 +102,32 @@ class NativeModel:
         self.vocab, self.width = self._head.n, self._head.k
 
 
-@KERNELS("decoder_stack", "native", when=DECODE, rank=RANK_PORTABLE, inlines={"*": LAYERS}, batch_invariant=True)
+@KERNELS("decoder_stack", "native", when=STACK, rank=RANK_PORTABLE, inlines={"*": LAYERS}, batch_invariant=True)
 def decoder_stack(
     view: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, cache: KVCache
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All layers in one call, with nothing but barriers between them, for at most 8 tokens."""
+    """All layers in one call, with nothing but barriers between them, for at most 8 tokens; a call for each run of
+    layers that read the same block table.
+    """
     stack, x = native_stack(view), x.contiguous()
-    out, summed = torch.empty_like(x), torch.empty_like(x)
-    other = None if residual is None else residual.contiguous()
-    done = library().ip_decoder_layers(
-        stack.layers,
-        stack.caches(cache.layers),
-        stack.count,
-        ctypes.byref(native_step(batch)),
-        x.data_ptr(),
-        None if other is None else other.data_ptr(),
-        out.data_ptr(),
-        summed.data_ptr(),
-    )
-    return (out, summed) if done else view.body(x, residual, batch, cache)
+    caches, other = stack.caches(cache.layers), None if residual is None else residual.contiguous()
+    into, rest = x, other
+    for first, count, table in stack.find_runs(cache.tables):
+        out, summed = torch.empty_like(x), torch.empty_like(x)
+        done = library().ip_decoder_layers(
+            ctypes.byref(stack.layers, first * ctypes.sizeof(ctypes.c_void_p)),
+            ctypes.cast(ctypes.byref(caches, first * ctypes.sizeof(Cache)), ctypes.POINTER(Cache)),
+            count,
+            ctypes.byref(native_step(batch.for_table(table))),
+            into.data_ptr(),
+            None if rest is None else rest.data_ptr(),
+            out.data_ptr(),
+            summed.data_ptr(),
+        )
+        if not done:
+            return view.body(x, residual, batch, cache)
+        into, rest = out, summed
+    return out, summed
 
 
 @KERNELS(
@@ -129,13 +149,13 @@ def causal_lm(view: Any, batch: Batch, cache: KVCache) -> tuple[torch.Tensor, to
     if batch.tokens > MAX_TOKENS or not native.uniform:
         return view.body(batch, cache)
     rows = batch.logit_rows
-    wanted = batch.tokens if rows is None else rows.shape[0]
-    logits = torch.empty(wanted, native.vocab, dtype=torch.float32)
+    num_rows = batch.tokens if rows is None else rows.shape[0]
+    logits = torch.empty(num_rows, native.vocab, dtype=torch.float32)
     hidden = torch.empty(batch.tokens, native.width, dtype=torch.bfloat16)
-    argmax = torch.empty(wanted, dtype=torch.int64)
+    argmax = torch.empty(num_rows, dtype=torch.int64)
     pointers = batch.ids.data_ptr(), None if rows is None else rows.data_ptr()
-    ends = ModelIO(*pointers, wanted, logits.data_ptr(), argmax.data_ptr(), hidden.data_ptr())
-    done = library().ip_model_step(native.model, native.stack.caches(cache.layers), native_step(batch), ends)
+    model_io = ModelIO(*pointers, num_rows, logits.data_ptr(), argmax.data_ptr(), hidden.data_ptr())
+    done = library().ip_model_step(native.model, native.stack.caches(cache.layers), native_step(batch), model_io)
     if done == 1:
         return ModelOutput(logits, hidden, argmax)
     native.uniform = done != 0  # otherwise an id or a row is out of range, or rows are wanted again and again

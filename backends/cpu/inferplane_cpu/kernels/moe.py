@@ -16,7 +16,7 @@ from inferplane_cpu.kernels.packing import (
     MAX_INT8_COLUMNS,
     PACKING,
     PANEL_FORMATS,
-    adapted_matrices,
+    adapt_matrices,
     prepare_any_order,
 )
 from inferplane_cpu.native import Experts, current_instruction_set, library
@@ -66,14 +66,14 @@ def _expert_matrices(view: Any) -> tuple[Any, Any]:
 
 
 def _describe(view: Any) -> tuple[Any, Any]:
-    return adapted_matrices(view.prepared, view.gate_up), adapted_matrices(view.prepared, view.down)
+    return adapt_matrices(view.prepared, view.gate_up), adapt_matrices(view.prepared, view.down)
 
 
 def missing_expert_error(ids: torch.Tensor, experts: int) -> KernelError:
     """Of ids `[T, k]` at least one names none of the experts."""
     token, choice = ((ids < 0) | (ids >= experts)).nonzero()[0].tolist()
     return KernelError(
-        f"moe_experts is asked for expert {int(ids[token, choice])}, by token {token} of {len(ids)}.",
+        f"moe_experts got expert {int(ids[token, choice])}, by token {token} of {len(ids)}.",
         there_is=f"experts 0 to {experts - 1}",
         remedy="pin another provider of moe_route, which chooses them, as in ops={'moe_route': 'reference'}",
     )

@@ -112,9 +112,10 @@ def with_any_order(found: Any) -> Any:
 
 
 def _of_kind(found: Any, kind: Callable[[int], int]) -> Any:
-    made: Any = _array([Matrix.from_buffer_copy(m) for m in found])
-    for matrix in made:
+    matrices = [Matrix.from_buffer_copy(m) for m in found]
+    for matrix in matrices:
         matrix.kind = kind(matrix.kind)
+    made: Any = _array(matrices)
     made.memory = found.memory
     return made
 
@@ -134,7 +135,7 @@ def prepare_any_order(op: Any, ctx: Context) -> Adapt:
     return None if getattr(op, "out_dtype", None) is torch.float32 else with_any_order
 
 
-def adapted_matrices(adapt: Adapt, weight: Any, bias: torch.Tensor | None = None) -> Any:
+def adapt_matrices(adapt: Adapt, weight: Any, bias: torch.Tensor | None = None) -> Any:
     """A weight's `matrices`, as a kernel that prepared `adapt` reads them."""
     found = matrices(weight, bias)
     return found if adapt is None else adapt(found)

@@ -19,7 +19,7 @@ TILE_ROWS = 16
 
 
 def _has_plain_activations(op: Any) -> bool:
-    return op.act is None and op.out_dtype in (None, torch.float32)
+    return op.activation_quant is None and op.out_dtype in (None, torch.float32)
 
 
 def _has_no_kv_b_bias(op: Any) -> bool:
@@ -90,7 +90,7 @@ def attention(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Te
     return out
 
 
-def _absorbed(
+def _attend_absorbed(
     view: Any, kv_b: torch.Tensor, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV
 ) -> torch.Tensor:
     d = view.dims
@@ -107,10 +107,10 @@ def _absorbed(
 @KERNELS("mla_absorbed", "torch_batch_invariant", when=ANY, rank=RANK, batch_invariant=True, needs_host_lens=True)
 def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """One query token at a time, `kv_b` folded into it."""
-    return _absorbed(view, view.kv_b, q_nope, q_rope, batch, kv)
+    return _attend_absorbed(view, view.kv_b, q_nope, q_rope, batch, kv)
 
 
 @KERNELS("mla_expanded", "torch_batch_invariant", when=LATENT, rank=RANK, batch_invariant=True, needs_host_lens=True)
 def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """As for few query tokens, so that a chunk's size does not choose the arithmetic."""
-    return _absorbed(view, view.kv_b.weight, q_nope, q_rope, batch, kv)
+    return _attend_absorbed(view, view.kv_b.weight, q_nope, q_rope, batch, kv)

@@ -47,7 +47,7 @@ def _write(k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: Any) -> None:
     if kv.layout == HEADS:
         vllm_calls.kv_write(hcu.reshape_and_cache, k, v, (kv.keys, kv.values), batch)
     else:
-        vllm_calls.kv_write(hcu.reshape_and_cache_flash, k, v, kv.blocked(), batch)
+        vllm_calls.kv_write(hcu.reshape_and_cache_flash, k, v, kv.view_blocks(), batch)
 
 
 @fused("kv_write", provider="hcu_ops", features=OPERATORS, kv_layouts=(HEADS, PAGED))
@@ -128,7 +128,7 @@ def attention_prompts(view: Any, q: torch.Tensor, batch: Batch, kv: Any) -> torc
 @fused("attention", vendor.FLASH_PAGED, kv_layouts=(PAGED,), needs=(FLASH_HEAD_SIZES,))
 def attention_paged(view: Any, q: torch.Tensor, batch: Batch, kv: Any) -> torch.Tensor:
     """All sequences in one call, over plain blocks."""
-    keys, values = kv.blocked()
+    keys, values = kv.view_blocks()
     out = view.prepared(
         q=q.contiguous(), k=keys, v=values, cu_seqlens_q=batch.query_start, max_seqlen_q=batch.max_query_tokens,
         max_seqlen_k=batch.max_seq_tokens, seqused_k=batch.seq_lens, softmax_scale=view.scale, causal=True,

@@ -87,7 +87,7 @@ class Marlin:
 MARLIN = Packing("lightop.marlin_w16a16", Marlin)
 
 
-class Experts:
+class LightopExperts:
     """What a layer of experts holds on to: the functions, and the configurations that lightop has for a step's size."""
 
     def __init__(self) -> None:
@@ -118,13 +118,13 @@ def _has_tiled_sizes(op: Any) -> bool:
     dtypes=(torch.bfloat16,),
     needs=(ALL_EXPERTS_LOCAL, ("widths in 32s, and in 16s inside", _has_tiled_sizes)),
     packs={"gate_up": MARLIN, "down": MARLIN},
-    prepare=lambda op, ctx: Experts(),
+    prepare=lambda op, ctx: LightopExperts(),
 )
 def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Five calls where lightop has a configuration for as many tokens; else expert by expert, with torch's products on
     weights that are put back into rows one expert at a time (which cannot be recorded).
     """
-    calls: Experts = view.prepared
+    calls: LightopExperts = view.prepared
     tokens, k = ids.shape
     found = calls.configurations(view, x, k)
     if found is None:
@@ -144,7 +144,7 @@ def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Te
 
 
 def _align_pairs(
-    calls: Experts, ids: torch.Tensor, experts: int, block: int
+    calls: LightopExperts, ids: torch.Tensor, experts: int, block: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Pairs by expert in whole blocks, each block's expert, and how many entries are used; all int32."""
     blocks = -(-(ids.numel() + experts * (block - 1)) // block)

@@ -32,7 +32,7 @@ def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **call: A
 @declare_fused(KERNELS, "attention", FLASH_HEAD_SIZES, provider="flash_attn", kv_layouts=(PAGED,), features=FLASH)
 def attention(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """All sequences in one call. A window of w tokens is the token and w - 1 before it."""
-    keys, values = kv.blocked()  # type: ignore[attr-defined]
+    keys, values = kv.view_blocks()  # type: ignore[attr-defined]
     window = view.kv.window
     return flash_attention(
         q.contiguous(),

@@ -48,9 +48,9 @@ def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
 def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """Gather the latents, expand them, attend; values are padded to the keys' width, which flash attention wants."""
     d, lens, cache = view.dims, batch.lens().seq_lens, latents(kv)
-    ends = cumulative_lengths(lens, q_nope.device)
+    key_starts = cumulative_lengths(lens, q_nope.device)
     dense = q_nope.new_empty(sum(lens), d.latent + d.rope)
-    cache_ops.gather_cache(cache, dense, batch.block_tables, ends, len(lens), torch.zeros_like(batch.seq_lens))
+    cache_ops.gather_cache(cache, dense, batch.block_tables, key_starts, len(lens), torch.zeros_like(batch.seq_lens))
     keys, values = expand_latents(view, dense)
     out = flash_attention(
         torch.cat((q_nope, q_rope), -1),
@@ -58,7 +58,7 @@ def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
         values,
         cu_seqlens_q=batch.query_start,
         max_seqlen_q=batch.max_query_tokens,
-        cu_seqlens_k=ends,
+        cu_seqlens_k=key_starts,
         max_seqlen_k=batch.max_seq_tokens,
         softmax_scale=view.scale,
     )

@@ -129,10 +129,10 @@ def _attend_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batc
 def mla_absorbed_atb(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
     """ATB's latent attention, which has no mask: each token is a sequence of its own that ends with it."""
     lens, tables = batch.lens(), batch.block_tables
-    ends = key_lens(batch)
+    seq_lens = key_lens(batch)
     if batch.max_query_tokens > 1:
         counts = [b - a for a, b in pairwise(lens.query_start)]
-        ends = [n - count + 1 + i for n, count in zip(ends, counts) for i in range(count)]
+        seq_lens = [n - count + 1 + i for n, count in zip(seq_lens, counts) for i in range(count)]
         tables = tables.repeat_interleave(torch.tensor(counts, device=tables.device), 0)
     mid = atb.npu_multi_head_latent_attention(
         _fold(view, q_nope).contiguous(),
@@ -140,7 +140,7 @@ def mla_absorbed_atb(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batc
         kv.first,
         kv.second,
         tables,
-        [max(1, n) for n in ends],
+        [max(1, n) for n in seq_lens],
         view.dims.heads,
         view.scale,
         1,
@@ -156,9 +156,9 @@ def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
 
 def _attend_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
     d, lens = view.dims, batch.lens()
-    ends = list(accumulate(lens.seq_lens))
-    latent = q_nope.new_empty(ends[-1], 1, LATENT)
-    rotated = q_nope.new_empty(ends[-1], 1, ROTARY)
+    cumulative_lens = list(accumulate(lens.seq_lens))
+    latent = q_nope.new_empty(cumulative_lens[-1], 1, LATENT)
+    rotated = q_nope.new_empty(cumulative_lens[-1], 1, ROTARY)
     npu.npu_gather_pa_kv_cache(kv.first, kv.second, batch.block_tables, batch.seq_lens, latent, rotated)
     both = F.linear(latent[:, 0], view.kv_b.weight).view(-1, d.heads, d.nope + d.value)
     k, v = both.split((d.nope, d.value), -1)
@@ -170,7 +170,7 @@ def _attend_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batc
         key_rope=rotated.expand(-1, d.heads, -1).contiguous(),
         atten_mask=causal_mask(q_nope.device),
         actual_seq_lengths=list(lens.query_start[1:]),
-        actual_seq_lengths_kv=ends,
+        actual_seq_lengths_kv=cumulative_lens,
         num_heads=d.heads,
         num_key_value_heads=d.heads,
         scale=view.scale,

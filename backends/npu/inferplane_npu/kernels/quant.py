@@ -151,7 +151,8 @@ def linear_w8a8(view: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _has_fp8_tokens(op: Any) -> bool:
-    return op.act is not None and op.act.format == "fp8" and op.act.group == 0 and op.out_dtype is None
+    quant = op.activation_quant
+    return quant is not None and quant.format == "fp8" and quant.group == 0 and op.out_dtype is None
 
 
 @fused(

@@ -26,7 +26,7 @@ from inferplane.plugin import (
     Memory,
     Presence,
     Probe,
-    installed,
+    is_installed,
 )
 from inferplane_xpu.intel import chips, extension, ipex
 from inferplane_xpu.intel.kernels import kernels
@@ -54,7 +54,7 @@ class IntelBackend(CapturingAccelerator):
     graph_class = "XPUGraph"
     """torch 2.13 has it, older ones may not."""
     architectures: ClassVar[dict[str, tuple[str, ...]]] = {
-        arch: tuple(name for name, feature in chips.assumed_features(arch).items() if feature.present)
+        arch: tuple(name for name, feature in chips.assume_features(arch).items() if feature.present)
         for arch in chips.ARCHS
     }
 
@@ -67,7 +67,7 @@ class IntelBackend(CapturingAccelerator):
         """From torch's build and render nodes; no XPU call is made, so a fork afterwards is safe."""
         version = getattr(torch.version, "xpu", None)
         versions = {"torch": str(torch.__version__), **({"xpu": str(version)} if version else {})}
-        if installed("torch_xmlir"):
+        if is_installed("torch_xmlir"):
             reason = "torch_xmlir is installed, so xpu means Kunlun's cards here and torch.xpu is a stub"
             return Probe(Presence.ABSENT, reason, "use device='xpu:kunlun', or uninstall torch_xmlir", versions)
         if release := extension.version():
@@ -109,9 +109,7 @@ class IntelBackend(CapturingAccelerator):
 
     def features(self, arch: str | None = None) -> Features:
         """Of an architecture by public specification; what an opened device reports takes its place."""
-        return (
-            chips.assumed_features(arch or chips.ARCHS[0]) if arch in (None, *chips.ARCHS) else super().features(arch)
-        )
+        return chips.assume_features(arch or chips.ARCHS[0]) if arch in (None, *chips.ARCHS) else super().features(arch)
 
     def _features_here(self, properties: Any) -> Features:
         """What torch reports, and what the extension says once it is loaded."""

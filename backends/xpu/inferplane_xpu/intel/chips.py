@@ -38,7 +38,7 @@ def arch_of(name: str) -> str:
     return next((arch for pattern, arch in _NAMES if re.search(pattern, name)), "xe")
 
 
-def assumed_features(arch: str) -> Features:
+def assume_features(arch: str) -> Features:
     """Of an architecture by public specification, with everything installed."""
     return Features(
         {

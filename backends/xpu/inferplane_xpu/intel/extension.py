@@ -14,7 +14,7 @@ from importlib import metadata
 
 import torch
 
-from inferplane.plugin import Feature, installed, libraries_of, load_library, minor_of, version_of
+from inferplane.plugin import Feature, is_installed, libraries_of, load_library, minor_of, version_of
 
 MODULE, DISTRIBUTION = "vllm_xpu_kernels", "vllm-xpu-kernels"
 LIBRARIES = ("_C", "_moe_C", "_xpu_C", "_vllm_fa2_C")
@@ -28,7 +28,7 @@ def version() -> str | None:
     return version_of(DISTRIBUTION)
 
 
-def made_for() -> str | None:
+def read_built_torch() -> str | None:
     """The torch that the installed release says it was built with ("2.14.0+xpu"); None when it does not say."""
     try:
         page = str(metadata.metadata(DISTRIBUTION))
@@ -41,7 +41,7 @@ def made_for() -> str | None:
 def misfit() -> tuple[str, str] | None:
     """Why the installed release cannot serve this torch, and what to do; None when it can, or there is none."""
     release = version()
-    if release is None or not installed(MODULE):
+    if release is None or not is_installed(MODULE):
         return None
     way_out = f"or pip uninstall {DISTRIBUTION}: torch's own operators then serve"
     numbers = tuple(int(part) for part in re.findall(r"\d+", release)[:3])
@@ -49,7 +49,7 @@ def misfit() -> tuple[str, str] | None:
         oldest = ".".join(map(str, OLDEST))
         reason = f"{DISTRIBUTION} {release} is here, and the oldest whose operators are known is {oldest}"
         return reason, f"{INSTALL}, {way_out}"
-    built = made_for()
+    built = read_built_torch()
     if built and minor_of(built) != minor_of(torch.__version__):
         reason = f"{DISTRIBUTION} {release} is made for torch {built}, this is torch {torch.__version__}"
         return reason, f"install torch {minor_of(built)} for XPU; or {INSTALL}; {way_out}"
@@ -58,7 +58,7 @@ def misfit() -> tuple[str, str] | None:
 
 def load() -> Feature:
     """Load the libraries, which register their operators."""
-    if not installed(MODULE):
+    if not is_installed(MODULE):
         return Feature(False, f"{DISTRIBUTION} is not installed ({INSTALL})")
     paths = {name: libraries_of(MODULE, f"{name}.*so") for name in LIBRARIES}
     for name, found in paths.items():

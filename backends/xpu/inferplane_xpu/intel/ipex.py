@@ -14,7 +14,7 @@ import sys
 
 import torch
 
-from inferplane.plugin import Feature, installed, minor_of, version_of
+from inferplane.plugin import Feature, is_installed, minor_of, version_of
 
 MODULE = "intel_extension_for_pytorch"
 LAST_FOR_GPUS, LAST_FOR_PROCESSORS = "2.10", "2.8"
@@ -27,7 +27,7 @@ def fits(last: str) -> Feature:
     release = version_of(MODULE)
     if release is None:
         return Feature(False, f"{MODULE} is not installed, and archived by Intel")
-    if not installed(MODULE):
+    if not is_installed(MODULE):
         return Feature(False, f"{MODULE} {release} has metadata only")
     if minor_of(release) != last:
         return Feature(False, f"{MODULE} {release} is not {last}, the last release of it")
@@ -49,6 +49,6 @@ def usable(last: str) -> Feature:
     except (OSError, subprocess.TimeoutExpired) as error:
         return Feature(False, f"importing {MODULE} was tried in a process of its own: {type(error).__name__}")
     if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split())[-200:]
-        return Feature(False, f"importing {MODULE} ends the process with {done.returncode}: {said}")
+        output = " ".join((done.stderr or done.stdout).split())[-200:]
+        return Feature(False, f"importing {MODULE} ends the process with {done.returncode}: {output}")
     return found

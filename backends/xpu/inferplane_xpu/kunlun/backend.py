@@ -30,7 +30,7 @@ from inferplane.plugin import (
 )
 from inferplane_xpu.kunlun.kernels import kernels
 from inferplane_xpu.kunlun.kvcache import layouts
-from inferplane_xpu.kunlun.operators import assumed_features, find_features
+from inferplane_xpu.kunlun.operators import assume_features, find_features
 
 MODULE = "torch_xmlir"
 VISIBLE = ("XPU_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
@@ -66,7 +66,7 @@ class KunlunBackend(CapturingAccelerator):
     torch_device = "cuda"
     graph_class = "CUDAGraph"
     architectures: ClassVar[dict[str, tuple[str, ...]]] = {
-        "p800": tuple(name for name, feature in {**P800, **assumed_features()}.items() if feature.present)
+        "p800": tuple(name for name, feature in {**P800, **assume_features()}.items() if feature.present)
     }
 
     def runtime(self) -> Any:
@@ -95,7 +95,7 @@ class KunlunBackend(CapturingAccelerator):
             DeviceError: the probe did not find it available, torch_xmlir does not start, or there is no such card.
         """
         look, fit = f"see what `{TOOL}` says", f"driver, XRE and {MODULE} must be of one release"
-        with self.opening(f"cards that {MODULE} can use", VISIBLE, look, fit, one="Kunlun card") as cuda:
+        with self.opening(f"cards that {MODULE} can use", VISIBLE, look, fit, device_label="Kunlun card") as cuda:
             name = cuda.get_device_name(self.index)
             self.select()
             memory = self.memory()
@@ -107,7 +107,7 @@ class KunlunBackend(CapturingAccelerator):
 
     def features(self, arch: str | None = None) -> Features:
         """Of the P800, with what it lacks and why."""
-        return Features({**P800, **assumed_features()}) if arch in (None, "p800") else super().features(arch)
+        return Features({**P800, **assume_features()}) if arch in (None, "p800") else super().features(arch)
 
     def kv_layouts(self, request: KVRequest, dtype: torch.dtype) -> Sequence[KVLayout]:
         """See `inferplane_xpu.kunlun.kvcache`."""

@@ -68,8 +68,8 @@ class KunlunKV(BlockedKV):
         out = tuple(part[blocks].transpose(1, 2).flatten(0, 1)[:tokens] for part in self.parts)
         return (out[0][:, 0],) if self.request.kind == "mla" else out
 
-    def stored(self) -> list[torch.Tensor]:
-        """See `BlockedKV.stored`; the spare block is behind the others."""
+    def list_tensors(self) -> list[torch.Tensor]:
+        """See `BlockedKV.list_tensors`; the spare block is behind the others."""
         return self.parts
 
 
@@ -81,7 +81,11 @@ def _layout(name: str, block_tokens: int) -> KVLayout:
 
 
 def layouts(request: KVRequest) -> tuple[KVLayout, ...]:
-    """Every layout on offer for one kind of layer: the vendor's, and core's own in int8."""
+    """Every layout on offer for one kind of layer: the vendor's and core's in int8, or core's alone, in blocks of
+    either size, since all layers of a model share one.
+    """
+    if request.kind == "gqa":
+        return _layout(BHLD, BLOCK_TOKENS), paged_layout(BLOCK_TOKENS, "int8")
     if request.kind == "mla":
         return _layout(LATENT, LATENT_BLOCK_TOKENS), paged_layout(LATENT_BLOCK_TOKENS, "int8")
-    return _layout(BHLD, BLOCK_TOKENS), paged_layout(BLOCK_TOKENS, "int8")
+    return tuple(paged_layout(size, kv) for kv in ("auto", "int8") for size in (BLOCK_TOKENS, LATENT_BLOCK_TOKENS))

@@ -11,7 +11,7 @@ from importlib import import_module
 
 import torch
 
-from inferplane.plugin import Feature, installed
+from inferplane.plugin import Feature, is_installed
 
 KUNLUN_OPS = (
     "rmsnorm", "add_rmsnorm", "rotary_embedding", "swiglu", "reshape_and_cache_flash", "speculative_attention",
@@ -28,7 +28,7 @@ COMPANION = "cocopod"
 """What the vendor's code imports before kunlun_ops."""
 
 
-def assumed_features() -> dict[str, Feature]:
+def assume_features() -> dict[str, Feature]:
     """Features of libraries that are taken to be installed."""
     words = "assumed: the vendor's {} is installed"
     names = {"kunlun-ops": "kunlun_ops", "xspeedgate-ops": "xspeedgate_ops", "group-topk": "kunlun_ops"}
@@ -37,7 +37,7 @@ def assumed_features() -> dict[str, Feature]:
 
 def find_features() -> dict[str, Feature]:
     """Features of this machine's libraries; imports them."""
-    if installed(COMPANION):
+    if is_installed(COMPANION):
         _import(COMPANION)
     ops = _import("kunlun_ops") or _has("kunlun_ops", import_module("kunlun_ops"), KUNLUN_OPS)
     newer = ops if not ops.present else _has("kunlun_ops", import_module("kunlun_ops"), (GROUP_TOPK,))
@@ -47,7 +47,7 @@ def find_features() -> dict[str, Feature]:
 
 def _import(module: str) -> Feature | None:
     """Import a library. None when that worked, else what is wrong."""
-    if not installed(module):
+    if not is_installed(module):
         return Feature(False, f"{module} is not installed; it comes from the vendor")
     try:
         import_module(module)

@@ -93,8 +93,9 @@ class Conversation:
 
     def _stream(self, screen: Screen) -> tuple[str, Timings | None, str | None]:
         from inferplane.cli.sampling_defaults import limit_max_tokens
+        from inferplane.dialogue.messages import normalize_messages
 
-        ids = self.llm.tokenizer.chat(self.messages)
+        ids = self.llm.tokenizer.chat(normalize_messages(self.messages))
         params = limit_max_tokens(self.params, self._max_tokens, len(ids), self.llm.runner.max_model_len)
         text, timings, reason = "", None, None
         replies = cast("Generator[Delta]", self.llm.stream(ids, params))

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
         raise UsageError(f"`config` cannot {args.what!r}.", there_is="show")
     resolved = resolve(args)
     origins = {n: o for n, o in resolved.origins.items() if not args.set or o != "default"}
-    values = {name: value for name, value in resolved.masked().items() if name in origins}
+    values = {name: value for name, value in resolved.mask_secrets().items() if name in origins}
     if args.json:
         settings = {name: {"value": value, "origin": origins[name]} for name, value in values.items()}
         screen.facts({"schema": SCHEMA, "settings": settings, "notes": list(resolved.notes)})

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 
 from inferplane.cli.arguments import Parser, add_device, add_examples
 from inferplane.cli.screen import Screen
-from inferplane.errors import UsageError
+from inferplane.errors import UsageError, install_hint
 
 SUITE = "inferplane.conformance"
 PLUGIN = "inferplane.conformance.plugin"
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
         UsageError: pytest or the suite is not installed.
     """
     if find_spec("pytest") is None:
-        raise UsageError("The conformance suite needs pytest.", remedy="pip install 'inferplane[test]'")
+        raise UsageError("The conformance suite needs pytest.", remedy=install_hint("test"))
     if find_spec(SUITE) is None:
         raise UsageError("This installation lacks the conformance suite.", remedy="install inferplane anew")
     more = args.pytest_args[1:] if args.pytest_args[:1] == ["--"] else args.pytest_args

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
 def devices_data(host: PluginHost) -> dict[str, Any]:
     """`{schema, devices: [...], quarantined: [...], notes: [...]}`."""
     entries = [_entry_data(entry) for entry in host.devices()]  # first, since probing may quarantine plugins
-    quarantined = [asdict(record) for record in host.quarantined()]
+    quarantined = [asdict(record) for record in host.list_quarantined()]
     return {"schema": SCHEMA, "devices": entries, "quarantined": quarantined, "notes": host.notes()}
 
 
@@ -75,7 +75,7 @@ def _show(host: PluginHost, screen: Screen) -> None:
         name = Text(entry.name, "bold" if probe.available else "", no_wrap=True)
         grid.add_row(name, Text(status, STYLES[status], no_wrap=True), words)
     screen.show(grid)
-    if records := host.quarantined():
+    if records := host.list_quarantined():
         screen.show(Text("\nin quarantine", "bold red"))
         grid = Table.grid(padding=(0, 2, 0, 0))
         for record in records:

@@ -23,7 +23,10 @@ def add_arguments(parser: Parser) -> None:
     """Options of `doctor`."""
     add_json(parser)
     parser.add_argument(
-        "--open", action="store_true", help="also open each available device, which imports its runtime"
+        "--open",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="open each available device, which imports its runtime, to see whether it works",
     )
 
 

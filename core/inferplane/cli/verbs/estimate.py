@@ -1,19 +1,23 @@
 """Show how much memory a model takes on a device, and how many sequences of each length fit.
 
-The exit code is 1 if the model does not fit, and 0 if it fits or the device's memory is unknown.
+The exit code is 1 if the model does not fit, and 0 if it fits or the device's memory is unknown. If it does not fit,
+the output says on how many equal devices it does.
 
-Nothing is loaded: weights are counted in the packings of the plan, the KV cache in the layout of the backend.
+Nothing is loaded: weights are counted in the packings of the plan, the KV cache in the layout of the backend. If
+several devices share the model, all figures are those of one of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from inferplane.cli.arguments import Parser, add_binding, add_examples, add_json, add_model, add_option, binding_options
 from inferplane.cli.screen import Screen
-from inferplane.errors import UsageError
+from inferplane.errors import InferplaneError, UsageError
 from inferplane.units import size_of
 
 if TYPE_CHECKING:
@@ -21,6 +25,9 @@ if TYPE_CHECKING:
 
     from inferplane.engine.runner.estimate import Estimate
     from inferplane.plugins import PluginHost
+
+MAX_DEVICES = 64
+"""Numbers of devices up to this are tried where one does not suffice."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -30,11 +37,16 @@ def add_arguments(parser: Parser) -> None:
     add_json(parser)
     group = add_binding(parser)
     group.add_argument("--arch", metavar="A", help="the architecture to assume; else the first that the backend knows")
-    parser.add_argument("--memory", metavar="SIZE", help="of the device, such as 80GiB; left out: what is free here")
+    parser.add_argument("--memory", metavar="SIZE", help="of each device, such as 80GiB; left out: what is free here")
+    words = "devices that share the model; left out: as many as torchrun started, else 1"
+    parser.add_argument("--tensor-parallel-size", metavar="N", type=int, help=words)
     add_option(parser, "max_num_seqs")
     add_option(parser, "max_num_batched_tokens")
     add_examples(
-        parser, "path/to/config.json --device {X} --memory 80GiB", "--device {X} --kv-cache-dtype fp8 --memory 24G"
+        parser,
+        "path/to/config.json --device {X} --memory 80GiB",
+        "path/to/config.json --memory 80G --tensor-parallel-size 8",
+        "--device {X} --kv-cache-dtype fp8 --memory 24G",
     )
 
 
@@ -44,17 +56,31 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     from inferplane.engine import Runner
     from inferplane.engine.request.arguments import as_integer
     from inferplane.engine.runner.estimate import estimate
+    from inferplane.engine.runner.ranks import launcher_ranks
     from inferplane.plugins import host
     from inferplane.quant import explain_no_savings
 
+    rank, started, _ = launcher_ranks()
+    if rank:
+        return 0  # rank 0 answers for all
+    requested = args.tensor_parallel_size
+    devices = started if requested is None else as_integer("tensor_parallel_size", requested, 1)
     options = binding_options(args, arch=args.arch, max_num_seqs=as_integer("max_num_seqs", args.max_num_seqs, 1))
+    step_tokens = as_integer("max_num_batched_tokens", args.max_num_batched_tokens, 1)
     memory = _memory(args.memory) if args.memory is not None else None
     files = model_files(args.model)
     check_arch(host(), args.device, args.arch)
-    runner = Runner.plan_only(files, host(), args.device, options)
+
+    def planned(devices: int) -> Runner:
+        return Runner.plan_only(files, host(), args.device, replace(options, ranks=devices))
+
+    runner = planned(devices)
     if memory is None:
         memory = _free(host(), runner.backend.name)
-    found = estimate(runner, memory, as_integer("max_num_batched_tokens", args.max_num_batched_tokens, 1))
+    found = estimate(runner, memory, step_tokens)
+    if found.fits is False:
+        needed = _devices_needed(lambda n: estimate(planned(n), memory, step_tokens), devices)
+        found = replace(found, devices_needed=needed)
     for what in explain_no_savings(runner.plan, options.quantization):
         screen.warning(what)
     if args.json:
@@ -64,13 +90,32 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     if found.left is None:
         screen.note(f"the device is not here; pass --memory to see what fits on {runner.backend.name}")
     elif not found.fits:
-        short = found.weights + found.workspace + found.block - (found.memory or 0)
-        screen.warning(
-            f"it does not fit: {format_bytes(short)} are missing; quantize, or use a device with more memory"
-        )
+        screen.warning(f"it does not fit: {_shortage(found)}")
     else:
         screen.show(_fits_table(found))
     return int(found.fits is False)
+
+
+def _devices_needed(estimated: Callable[[int], Estimate], devices: int) -> int | None:
+    """The smallest power of two above `devices` of equal devices on which the model fits; None up to `MAX_DEVICES`."""
+    count = 2
+    while count <= MAX_DEVICES:
+        if count > devices:
+            with contextlib.suppress(InferplaneError):  # this number cannot share the model
+                if estimated(count).fits:
+                    return count
+        count *= 2
+    return None
+
+
+def _shortage(found: Estimate) -> str:
+    short = found.weights + found.workspace + found.min_kv_bytes - (found.memory or 0)
+    where = " on each device" if found.devices > 1 else ""
+    if found.devices_needed is None:
+        remedy = f"no power of two of such devices up to {MAX_DEVICES} is enough; quantize, or use larger devices"
+    else:
+        remedy = f"it fits on {found.devices_needed} such devices (--tensor-parallel-size); or quantize"
+    return f"{format_bytes(short)} are missing{where}; {remedy}"
 
 
 def _memory(text: str) -> int:
@@ -98,7 +143,8 @@ def _free(plugins: PluginHost, device: str) -> int | None:
 def _bytes_table(found: Estimate, model: str, device: str) -> Table:
     from rich.table import Table
 
-    table = Table(title=f"{model} on {device}", title_justify="left", box=None, show_header=False, pad_edge=False)
+    where = f"{model} on {device}" if found.devices == 1 else f"{model} on {device}, each of {found.devices} devices"
+    table = Table(title=where, title_justify="left", box=None, show_header=False, pad_edge=False)
     table.add_column()
     table.add_column(justify="right")
     table.add_column(style="dim")
@@ -107,8 +153,12 @@ def _bytes_table(found: Estimate, model: str, device: str) -> Table:
     table.add_row("workspace", format_bytes(found.workspace), "estimated")
     words = f"a block of {found.block_tokens} tokens takes {format_bytes(found.block)}"
     table.add_row("KV cache, a token", format_bytes(found.kv_token), words)
-    if found.window is not None:
-        table.add_row("window", f"{found.window} tokens", "what lies before it is given back as a sequence grows")
+    for window in dict.fromkeys(w for w in found.windows if w is not None):
+        layers = sum(n for w, n in zip(found.windows, found.table_layers) if w == window)
+        words = (
+            f"of {layers} of {sum(found.table_layers)} layers: what lies before it is given back as a sequence grows"
+        )
+        table.add_row("window", f"{window} tokens", words)
     if found.unreleased_window:
         share = found.unreleased_window / found.block
         table.add_row("of it windows", f"{share:.0%}", "layers that keep all tokens, as others of the model do")
@@ -122,7 +172,7 @@ def _fits_table(found: Estimate) -> Table:
     from rich.table import Table
 
     assert found.left is not None and found.default_kv_bytes is not None
-    caches = {"left to itself": min(found.default_kv_bytes, found.left), "all that is left": found.left}
+    caches = {"by default": min(found.default_kv_bytes, found.left), "all free memory": found.left}
     table = Table(box=None, pad_edge=False)
     table.add_column("KV cache")
     table.add_column("--kv-cache-bytes", justify="right")

@@ -37,18 +37,18 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace, screen: Screen) -> int:
     """Plan and print."""
     from inferplane.binding import explain
-    from inferplane.engine import Runner, captured_steps
+    from inferplane.engine import Runner, describe_captured_steps
     from inferplane.plugins import host
 
     options = binding_options(args, arch=args.arch)
     files = model_files(args.model)
     check_arch(host(), args.device, args.arch)
     runner = Runner.plan_only(files, host(), args.device, options)
-    steps = captured_steps(runner)
+    steps = describe_captured_steps(runner)
     if args.step is not None:
         runner.plan.choices = {args.step: runner.plan.choices[args.step]}
     entry = entry_of(host(), runner)
-    data = {**explain(runner.plan, files.name), "decode_steps": steps}
+    data = {**explain(runner.plan, files.name), "kv_tables": runner.tables.data(), "decode_steps": steps}
     if args.json:
         from inferplane.cli.verbs.devices import probe_data
 
@@ -69,7 +69,7 @@ def model_files(model: str) -> ModelFiles:
     from inferplane.models import Config
 
     path = Path(model).expanduser()
-    if not path.is_file():
+    if not path.is_file() or path.suffix in (".gguf", ".safetensors"):
         return ModelFiles(model)
     if path.name == "config.json":
         return ModelFiles(path.parent)

@@ -3,116 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from inferplane.engine.clients.async_chat import stream_reply
 from inferplane.engine.clients.client import EngineClient, Health, ModelInfo, Question, RequestId, Submission
+from inferplane.engine.clients.streams import OnPiece, Streams
 from inferplane.engine.request import arguments
 from inferplane.engine.request.embedding import check_dimensions, embedding_params, finish_embedding
-from inferplane.engine.request.params import SamplingParams, known_keywords
-from inferplane.engine.request.results import Delta, Timings
+from inferplane.engine.request.params import SamplingParams, check_keywords
+from inferplane.engine.request.results import Delta
 from inferplane.engine.request.text import Tokenizer
 from inferplane.errors import InferplaneError, UsageError
+from inferplane.renamed import old_keywords
 
 if TYPE_CHECKING:
     from inferplane.engine.clients.llm import LLM
 
-OnPiece = Callable[[Delta], None]
 LONG_PROMPT = 4096
 """Characters of a prompt from which it is encoded in a thread, so that other streams of the loop go on."""
-
-
-class _Mailbox:
-    """The streams of one asyncio loop. It receives the pieces of a step together."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self.streams: dict[RequestId, OnPiece] = {}
-
-    def deliver(self, pieces: list[tuple[RequestId, Delta]]) -> None:
-        """Pass a step's pieces to the loop, from any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the pieces are not needed
-            self.loop.call_soon_threadsafe(self._put, pieces)
-
-    def _put(self, pieces: list[tuple[RequestId, Delta]]) -> None:
-        """In the loop: call the `on_piece` of each piece's stream; pieces of closed streams are dropped."""
-        for request_id, piece in pieces:
-            on_piece = self.streams.get(request_id)
-            if on_piece is not None:
-                on_piece(piece)
-
-
-class _Streams:
-    """The live streams of an engine's callers, by their own ids and by asyncio loop."""
-
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
-        self._lock = threading.Lock()
-        self._live: dict[RequestId, tuple[RequestId, _Mailbox]] = {}  # a caller's id -> the engine's
-        self._mailboxes: dict[asyncio.AbstractEventLoop, _Mailbox] = {}  # of loops with live streams
-
-    @contextlib.contextmanager
-    def open(self, request_id: RequestId | None, submission: Submission, on_piece: OnPiece) -> Iterator[_OpenStream]:
-        """A stream to submit a request with; its pieces go to `on_piece` in the running loop. Leaving the block before
-        the last piece aborts the request, also one not queued yet. UsageError: a live request has the caller's id.
-        """
-        loop = asyncio.get_running_loop()
-        with self._lock:
-            if request_id in self._live:
-                raise UsageError(f"Request {request_id!r} is alive already.", remedy="use another request_id")
-            box = self._mailboxes.setdefault(loop, _Mailbox(loop))
-            if request_id is not None:
-                self._live[request_id] = submission.request_id, box
-            box.streams[submission.request_id] = on_piece
-        stream = _OpenStream(self._client, submission, box)
-        try:
-            yield stream
-        finally:
-            with self._lock:
-                if request_id is not None:
-                    del self._live[request_id]
-                del box.streams[submission.request_id]
-                if not box.streams:
-                    self._mailboxes.pop(box.loop, None)
-            if not stream.ended:
-                self._client.abort(submission.request_id, box)
-
-    def abort(self, request_id: RequestId) -> None:
-        """End a request by its caller's id; an unknown one is ignored."""
-        with self._lock:
-            found = self._live.get(request_id)
-        if found is not None:
-            self._client.abort(*found)
-
-
-class _OpenStream:
-    """A request and its mailbox. `ended` is set by its user after the last piece."""
-
-    def __init__(self, client: EngineClient, submission: Submission, box: _Mailbox) -> None:
-        self._client, self._submission, self._box, self.ended = client, submission, box, False
-
-    async def submit(self) -> Delta | None:
-        """Wait until the request is queued, which takes as long as compiling its constraint; raises the error that
-        rejects it. If `timeout_s` ends before, returns the stream's last piece ("timeout"), otherwise None.
-        """
-        arrived, limit = time.monotonic(), self._submission.params.timeout_s
-        answer = asyncio.wrap_future(self._client.submit(self._submission, self._box))
-        if self._submission.params.constraint is None or limit is None:
-            await answer
-            return None
-        try:  # not by `wait_for`, which before Python 3.12 can swallow a cancellation that comes with the answer
-            await asyncio.wait({answer}, timeout=limit)
-            if answer.done():
-                answer.result()  # raises the error that rejected it
-                return None
-        finally:
-            answer.cancel()  # without effect if it is done
-        waited = time.monotonic() - arrived
-        return Delta("", [], "timeout", Timings(waited, waited, waited, len(self._submission.prompt), 0))
 
 
 class AsyncLLM:
@@ -137,6 +48,7 @@ class AsyncLLM:
         As `LLM`. UsageError: `on_warning` without `process`. EngineError: the process ended while it was starting.
     """
 
+    @old_keywords(warned="on_warning")
     def __init__(
         self,
         model: Any = "demo",
@@ -147,7 +59,6 @@ class AsyncLLM:
         **options: Any,
     ) -> None:
         options["max_waiting"] = max_waiting
-        on_warning = options.pop("warned", on_warning)  # its name until 0.2
         client: EngineClient
         if process:
             from inferplane.engine.clients.process.remote import RemoteEngine
@@ -177,7 +88,7 @@ class AsyncLLM:
         """Start with a client, and no live streams."""
         self._client = client
         self._ids = count()
-        self._streams = _Streams(client)
+        self._streams = Streams(client)
         self._loading = threading.Lock()  # guards the tokenizer
         self._tokenizer: Tokenizer | None = None
 
@@ -197,7 +108,7 @@ class AsyncLLM:
         """
         with self._loading:
             if self._tokenizer is None:
-                self._tokenizer = Tokenizer(self.info.folder, self.info.tokenizer)
+                self._tokenizer = Tokenizer(self.info.folder, self.info.tokenizer, self.info.max_model_len)
             return self._tokenizer
 
     @property
@@ -219,7 +130,7 @@ class AsyncLLM:
 
     # -- requests
 
-    @known_keywords
+    @check_keywords
     async def generate(
         self,
         prompt: arguments.Prompt,
@@ -254,12 +165,15 @@ class AsyncLLM:
             if late is not None:
                 yield late
                 return
-            while not stream.ended:
+            ended = False
+            while not ended:
                 piece = await pieces.get()
-                stream.ended = piece.finish_reason is not None
+                ended = piece.finish_reason is not None
                 yield piece
 
-    @known_keywords
+    chat = stream_reply
+
+    @check_keywords
     async def embed(
         self,
         prompt: arguments.Prompt,
@@ -279,9 +193,10 @@ class AsyncLLM:
         check_dimensions(dimensions, self.info.width)
         vector, error, params = None, "", embedding_params(pooling)
         async for piece in self.generate(prompt, params, request_id, priority=priority, tenant=tenant):
-            vector, error = piece.embedding, piece.error
+            vector, error = piece.embedding, piece.error + piece.error_place
         return finish_embedding(vector, dimensions, normalize=normalize, error=error)
 
+    @old_keywords(take="on_piece", alone="exclusive_id")
     async def feed(
         self,
         on_piece: OnPiece,
@@ -293,6 +208,7 @@ class AsyncLLM:
         priority: int = 0,
         tenant: str = "",
         exclusive_id: str = "",
+        on_released: Callable[[], None] = lambda: None,
     ) -> None:
         """Continue one prompt like `generate`, but pass each piece to a function in the caller's loop, without a switch
         of tasks: for servers with many streams. Returns after the last piece; cancelling it ends the request.
@@ -301,11 +217,17 @@ class AsyncLLM:
             on_piece: called with each piece. It must not raise; if it does, so does this method, and the request ends.
             exclusive_id: rejected while another live request of this tenant has the same id, also one of another
                 process over the same engine; "" disables the check.
+            on_released: called once in the caller's loop, when the engine holds nothing of the request any more. After
+                a cancellation that is when the engine has confirmed the end, or has died, so it may be never.
 
         Raises:
             As `generate`.
         """
-        submission = await self._submission(prompt, params, index, priority, tenant, exclusive_id)
+        try:
+            submission = await self._submission(prompt, params, index, priority, tenant, exclusive_id)
+        except BaseException:
+            on_released()
+            raise
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def receive(piece: Delta) -> None:
@@ -319,13 +241,12 @@ class AsyncLLM:
                 if piece.finish_reason is not None:
                     done.set_result(None)
 
-        with self._streams.open(request_id, submission, receive) as stream:
+        with self._streams.open(request_id, submission, receive, on_released) as stream:
             try:
                 late = await stream.submit()
                 if late is not None:
                     receive(late)
                 await done
-                stream.ended = late is None
             finally:
                 done.cancel()
 
@@ -337,8 +258,8 @@ class AsyncLLM:
         for name, value in (("tenant", tenant), ("exclusive_id", exclusive_id)):
             if not isinstance(value, str):
                 raise UsageError(f"{name} = {value!r:.80}.", there_is="strings")
-        index = arguments.as_integer("index", index, 0)
-        priority = arguments.as_integer("priority", priority, arguments.MIN_PRIORITY)
+        index = arguments.as_integer("index", index, 0, arguments.MAX_INTEGER)
+        priority = arguments.as_integer("priority", priority, arguments.MIN_PRIORITY, arguments.MAX_INTEGER)
         if params.n > 1:
             remedy = "start n streams with n = 1 and index = 0 to n - 1"
             raise UsageError(f"generate with n = {params.n}.", remedy=remedy)
@@ -384,11 +305,16 @@ class AsyncLLM:
     async def _inspect(self, question: Question) -> dict[str, Any]:
         return await asyncio.wrap_future(self._client.inspect(question))
 
-    async def shutdown(self, drain_s: float = 0.0) -> None:
+    async def shutdown(self, drain_s: float = 0.0, *, kill_s: float | None = None) -> None:
         """Reject new requests, let live ones run for up to `drain_s` seconds, abort the rest, free the model. With
         `process=True` the engine ends for all its callers; after `connect`, only this client's requests end.
+
+        Args:
+            drain_s: see above.
+            kill_s: seconds beyond `drain_s` after which the engine's process is killed if it has not ended, for example
+                because it is stopped. None: 30 to close, and as many to exit. Without effect on an engine in a thread.
         """
-        await asyncio.to_thread(self._client.close, drain_s)
+        await asyncio.to_thread(self._client.close, drain_s, kill_s)
 
     async def __aenter__(self) -> AsyncLLM:
         return self

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from inferplane.engine.request.params import SamplingParams
 from inferplane.engine.request.results import Delta
+from inferplane.errors import deprecation_message
 
 RequestId = int | str
 Question = Literal["stats", "health", "explain"]
@@ -95,11 +98,19 @@ class Health:
     quiet_s: float = 0.0
     failure: str = ""
 
-    def ready(self, stuck_s: float = 30.0) -> bool:
+    def is_ready(self, stuck_s: float = 30.0) -> bool:
         """Whether it serves requests: it is alive, and either idle or its last step or message is less than `stuck_s`
         seconds ago. For readiness probes.
         """
         return self.alive and (not self.busy or self.quiet_s < stuck_s)
+
+
+def _read_ready(health: Health) -> Callable[..., bool]:
+    warnings.warn(deprecation_message("ready", "is_ready"), DeprecationWarning, stacklevel=2)
+    return health.is_ready
+
+
+Health.ready = property(_read_ready)  # type: ignore[attr-defined]
 
 
 class Sink(Protocol):
@@ -135,7 +146,8 @@ class EngineClient(Protocol):
         ("health"), or the plan with the reasons for each kernel ("explain").
         """
 
-    def close(self, drain_s: float = 0.0) -> None:
+    def close(self, drain_s: float = 0.0, kill_s: float | None = None) -> None:
         """Reject new requests, let live ones run for up to `drain_s` seconds, abort the rest, free the model. Blocks
-        until that is done; a second call does no harm.
+        until that is done; a second call does no harm. A process of the engine's own is killed if it has not ended
+        `kill_s` seconds after draining; None: if it neither closes nor exits for long.
         """

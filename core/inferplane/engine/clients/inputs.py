@@ -22,6 +22,8 @@ class InputProcessor:
 
     def __init__(self, files: ModelFiles) -> None:
         self._files = files
+        self.max_model_len: int | None = None
+        """Most tokens of a sequence, once that is known; texts with more are not encoded as a whole."""
         self._end_ids = _end_ids(files)  # once: the folder may be gone, or another's, while the model serves
         self._tokenizer: Tokenizer | None = None
         self._grammars: Grammars | None = None
@@ -36,7 +38,7 @@ class InputProcessor:
         """
         with self._loading:
             if self._tokenizer is None:
-                self._tokenizer = Tokenizer(self._files.folder)
+                self._tokenizer = Tokenizer(self._files.folder, max_tokens=self.max_model_len)
             return self._tokenizer
 
     def end_ids(self) -> frozenset[int]:
@@ -46,7 +48,11 @@ class InputProcessor:
         return self._end_ids | self._tokenizer.own_end_ids
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt: a string is tokenized, token ids (also an array or a tensor) become a list of ints."""
+        """Token ids of a prompt: a string is tokenized, token ids (also an array or a tensor) become a list of ints.
+
+        Raises:
+            UsageError: it is not valid Unicode. CapacityError: it has more tokens than a sequence may have.
+        """
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         ids: list[Any] = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)

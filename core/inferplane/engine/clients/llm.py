@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from inferplane.dialogue.messages import normalize_messages
 from inferplane.engine.clients.engine_lock import EngineLock
 from inferplane.engine.clients.inputs import InputProcessor
 from inferplane.engine.clients.options import EngineOptions, options_text, signature_with_options
@@ -18,7 +19,7 @@ from inferplane.engine.request import arguments
 from inferplane.engine.request.arguments import Prompt as Prompt
 from inferplane.engine.request.constraint import Constraint
 from inferplane.engine.request.embedding import check_dimensions, embedding_params, finish_embedding
-from inferplane.engine.request.params import SamplingParams, known_keywords
+from inferplane.engine.request.params import SamplingParams, check_keywords
 from inferplane.engine.request.results import Delta, Result
 from inferplane.engine.request.seeds import as_int64, child_seed
 from inferplane.engine.request.state import SEE_EXPLAIN, PieceReader, Request, report_failures, result_of
@@ -27,7 +28,7 @@ from inferplane.engine.runner.model_files import ModelFiles
 from inferplane.engine.runner.model_runner import Runner
 from inferplane.engine.runner.ranks import num_ranks
 from inferplane.engine.speculate import SpeculativeConfig, with_draft
-from inferplane.errors import GenerationError, UsageError
+from inferplane.errors import GenerationError, UsageError, sentence
 from inferplane.plugins import host
 
 
@@ -58,6 +59,7 @@ class LLM:
         self.runner = Runner.open(
             self.files, host(), chosen.device, runner_options, chosen.progress, index=chosen.index
         )
+        self._inputs.max_model_len = self.runner.max_model_len
         if self.runner.ranks is not None:
             if self.runner.ranks.rank:
                 self.runner.follow()
@@ -98,7 +100,7 @@ class LLM:
 
     # -- generating
 
-    @known_keywords
+    @check_keywords
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Result]:
@@ -155,7 +157,7 @@ class LLM:
             more["constraint"] = self.constraint(params)
         return self.engine.add(ids, params, self.end_ids(), text, seed=seed, **more)
 
-    @known_keywords
+    @check_keywords
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """Continue one prompt, piece by piece. Closing the iterator early ends the request and frees its blocks.
 
@@ -180,34 +182,36 @@ class LLM:
                         self._lock.step()
                 reason = piece.finish_reason
                 if reason == "error":
-                    raise GenerationError(f"The request failed while it ran: {piece.error}.", remedy=SEE_EXPLAIN)
+                    what = sentence(f"The request failed while it ran: {piece.error}{piece.error_place}")
+                    raise GenerationError(what, remedy=SEE_EXPLAIN)
                 yield piece
         finally:
             self._lock.abandon(request)
 
-    @known_keywords
+    @check_keywords
     def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Result:
         """The model's reply to a conversation, which the checkpoint's own chat template turns into a prompt. Waits for
         the end.
 
         Args:
-            messages: `{"role": ..., "content": ...}`, oldest first.
+            messages: `{"role": ..., "content": ...}`, oldest first, in the forms that the server takes
+                (`inferplane.dialogue.messages`): content is text or a list of text parts; `tool_calls` may be there.
             params: how to sample.
 
         Raises:
-            UsageError: no chat template, or it refuses the messages. Otherwise as `generate`.
+            UsageError: no chat template, or it refuses the messages, or these are not valid. Otherwise as `generate`.
         """
-        prompt = self.tokenizer.chat(arguments.as_messages(messages))
+        prompt = self.tokenizer.chat(normalize_messages(messages))
         return self.generate([prompt], arguments.as_sampling_params(params))[0]
 
-    @known_keywords
+    @check_keywords
     def stream_chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None
     ) -> Iterator[Delta]:
         """The reply to a conversation, as of `chat`, but as an iterator of pieces as of `stream`."""
-        return self.stream(self.tokenizer.chat(arguments.as_messages(messages)), arguments.as_sampling_params(params))
+        return self.stream(self.tokenizer.chat(normalize_messages(messages)), arguments.as_sampling_params(params))
 
-    @known_keywords
+    @check_keywords
     def logits(self, prompts: Sequence[Sequence[int]], *, chunk_tokens: int | None = None) -> list[torch.Tensor]:
         """Run the model over each prompt and return its logits after every token, without sampling: for evaluation. One
         prompt after the other, without the prefix cache.
@@ -227,7 +231,7 @@ class LLM:
                 prompt_logits(self.engine, self._inputs.encode(p), chunk_tokens) for p in arguments.as_prompts(prompts)
             ]
 
-    @known_keywords
+    @check_keywords
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],

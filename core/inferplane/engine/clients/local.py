@@ -101,8 +101,10 @@ class LocalEngine:
             self._post(self.llm.explain if question == "explain" else self.llm.engine.stats, answer)
         return answer
 
-    def close(self, drain_s: float = 0.0) -> None:
-        """See `EngineClient`. It also waits, without a limit, for the step and the compilation that run just now."""
+    def close(self, drain_s: float = 0.0, kill_s: float | None = None) -> None:
+        """See `EngineClient`; a thread cannot be killed. It also waits, without a limit, for the step and the
+        compilation that run just now.
+        """
         self._closing.set()
         limit = time.monotonic() + drain_s
         while self._streams and not self._ended.is_set() and time.monotonic() < limit:

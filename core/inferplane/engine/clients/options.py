@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from inferplane.engine.request.arguments import as_integer, current_names
+from inferplane.engine.clients.other_engines import advice
+from inferplane.engine.request.arguments import DRAFT_ALIASES, DRAFT_METHODS, MAX_INTEGER, as_integer, current_names
 from inferplane.engine.request.params import unknown_keyword
 from inferplane.errors import UsageError
 
@@ -40,12 +41,13 @@ ALIASES = {
 }
 """Other name of a flag or of a setting -> its name. They work everywhere; help does not show them."""
 QUANTIZATIONS = ("weight_only_int8", "weight_only_int4", "a8w8", "a8w8_fp8_wint4")
-METHODS = ("ngram", "inference_with_reference", "draft_model", "mtp", "eagle")
+MAX_BYTES = 2**63 - 1
+"""Largest number of bytes; sizes have 64 bits."""
 
 
 def _option(default: Any, metavar: str | None = None, **checks: Any) -> Any:
     """A dataclass field with its default, the placeholder of its value in help (None: argparse's own), and its checks:
-    `minimum`, `choices`, or `types` and `form` (in words).
+    `minimum` and `maximum` (left out: `MAX_INTEGER`), `choices`, or `types` and `form` (in words).
     """
     return field(default=default, metadata={"metavar": metavar, **checks})
 
@@ -62,7 +64,7 @@ class EngineOptions:
         device: a backend's name; "auto" takes the best one available, and says which. Never another device than
             requested.
         index: which of several devices of that kind, from 0.
-        dtype: float32, bfloat16, float16 (in Python a torch dtype, too); auto: the checkpoint's.
+        dtype: float32, bfloat16, float16 (in Python also a torch dtype); auto: the checkpoint's.
         max_model_len: maximum tokens of a sequence; left out: what the model allows and the cache can hold.
         strict: refuse to run when a hot op is left on its slow reference.
         ops: pins of ops, or of sites such as 'layers.*.mlp', to a provider, a variant of the op, reference or
@@ -90,7 +92,7 @@ class EngineOptions:
         capture: capture decode steps and replay them, on devices that can; False runs every step eagerly.
 
     Raises:
-        UsageError: a value of a type, or in a range, that cannot be meant.
+        UsageError: a value has the wrong type, or is out of range.
     """
 
     device: str = _name("auto", "X", "a backend's name, or 'auto'")
@@ -103,7 +105,7 @@ class EngineOptions:
     )
     kv_cache_dtype: str = _name("auto", "D")
     quantization: str | None = _option(None, "Q")
-    kv_cache_bytes: int | None = _option(None, "SIZE", minimum=0)
+    kv_cache_bytes: int | None = _option(None, "SIZE", minimum=0, maximum=MAX_BYTES)
     max_num_seqs: int = _option(32, "N", minimum=1)
     max_num_batched_tokens: int = _option(2048, "N", minimum=1)
     deterministic: bool = False
@@ -124,8 +126,9 @@ class EngineOptions:
             name, value, checks = option.name, getattr(self, option.name), option.metadata
             if "choices" in checks and value not in checks["choices"]:
                 raise UsageError(f"{name} = {value!r}.", there_is=", ".join(map(repr, checks["choices"])))
+            most = checks.get("maximum", MAX_INTEGER)
             if "minimum" in checks and not (value is None and option.default is None):
-                object.__setattr__(self, name, as_integer(name, value, checks["minimum"]))
+                object.__setattr__(self, name, as_integer(name, value, checks["minimum"], most))
             if "types" in checks and not isinstance(value, checks["types"]):
                 raise UsageError(f"{name} = {value!r}.", there_is=checks["form"])
         torch = sys.modules.get("torch")  # a caller with one of its dtypes has imported it
@@ -140,12 +143,12 @@ class EngineOptions:
         """The record of the keyword arguments of `LLM`; an old name is a DeprecationWarning.
 
         Raises:
-            UsageError: an unknown name, an option given twice, or a value that cannot be meant.
+            UsageError: an unknown name, an option given twice, or an invalid value.
         """
         named = current_names(options, OLD_NAMES)
         for name, value in named.items():
             if name not in OPTIONS:
-                raise unknown_keyword("LLM", name, value, ["model", *OPTIONS])
+                raise unknown_keyword("LLM", name, value, ["model", *OPTIONS], advice(name))
         return cls(**named)
 
     def runner_options(self, ranks: int) -> RunnerOptions:
@@ -168,7 +171,7 @@ class SpeculativeOptions:
         speculative_model: folder of the draft model or EAGLE head; demo-draft, demo-eagle: for the demo model.
     """
 
-    speculative_method: str | None = _option(None, "METHOD", choices=METHODS)
+    speculative_method: str | None = _option(None, "METHOD", choices=(*DRAFT_METHODS, *DRAFT_ALIASES))
     num_speculative_tokens: int = _option(1, "N", minimum=1)
     speculative_model: str | None = _option(None, "X")
 
@@ -203,7 +206,7 @@ def help_text(name: str) -> str:
 
 def flags(name: str) -> list[str]:
     """The command-line flags of an option: its current name, then older aliases. Help shows the first."""
-    names = [name, *(alias for alias, meant in ALIASES.items() if meant == name)]
+    names = [name, *(alias for alias, current in ALIASES.items() if current == name)]
     return ["--" + name.replace("_", "-") for name in names]
 
 

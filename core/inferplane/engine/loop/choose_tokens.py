@@ -170,12 +170,12 @@ def with_pooled(
     row = 0
     for i, c in enumerate(chunks):
         if c.request.params.pooling is not None and not c.request.generated:
-            chosen[i] = chosen[i]._replace(pooled=_pooled(c, hidden[row : row + c.count]))
+            chosen[i] = chosen[i]._replace(pooled=_pool(c, hidden[row : row + c.count]))
         row += c.rows
     return chosen
 
 
-def _pooled(chunk: ScheduledChunk, rows: torch.Tensor) -> torch.Tensor:
+def _pool(chunk: ScheduledChunk, rows: torch.Tensor) -> torch.Tensor:
     """A request's `pooled` after a step, float32 `[D]` on the host, from the hidden states of its rows in the step: the
     last one, or the sum so far, which becomes the mean with the prompt's last chunk.
     """

@@ -20,7 +20,7 @@ from inferplane.engine.runner.model_runner import Runner
 from inferplane.engine.sampling.sampler import Sampler
 from inferplane.engine.schedule.scheduler import Limits, ScheduledChunk, Scheduler
 from inferplane.engine.speculate import SpeculativeConfig, Speculator, VerifiedChunk
-from inferplane.errors import CapacityError, EngineError, UsageError, warn
+from inferplane.errors import CapacityError, EngineError, UsageError, in_words, warn
 from inferplane.kvcache import BlockAllocator, root_hash
 from inferplane.types import KVCache, ModelOutput
 from inferplane.types.batch import make_batch
@@ -71,7 +71,7 @@ class Engine:
         root: Callable[[str], bytes] | None = (lambda tenant: root_hash(*facts, tenant)) if caching else None
         config = speculative_config
         lookahead = 1 if config is not None and config.hash_covers_next_token else 0
-        self.scheduler = Scheduler(self.allocator, self.cache.block_tokens, limits, root, lookahead, runner.window)
+        self.scheduler = Scheduler(self.allocator, self.cache.block_tokens, limits, root, lookahead, runner.windows)
         self.sampler = Sampler(runner.sample, self.vocab, self.device)
         self.speculator = Speculator(config, runner, self.scheduler) if config is not None else None
         self.metrics = Metrics()
@@ -108,9 +108,9 @@ class Engine:
             self.check(prompt)
             params.check_ids(self.vocab)
             own: Any = params.stop_token_ids  # a tuple, whatever was passed
-            ends = (frozenset() if params.ignore_eos else end_ids) | frozenset(own)
+            stop_ids = (frozenset() if params.ignore_eos else end_ids) | frozenset(own)
             more.setdefault("request_id", next(self._ids))
-            request = Request(prompt=list(prompt), params=params, end_ids=ends, text=text, **more)
+            request = Request(prompt=list(prompt), params=params, end_ids=stop_ids, text=text, **more)
             self.scheduler.add(request)
         except (UsageError, CapacityError) as error:
             self.metrics.rejected[type(error).__name__] += 1
@@ -191,7 +191,7 @@ class Engine:
             return self._run(chunks)
         except Exception as error:
             if len(chunks) == 1:
-                self.end(chunks[0].request, "error", f"{type(error).__name__}: {error}")
+                self.end(chunks[0].request, "error", chunks[0].request.record_error(error))
                 self._check_alive()
                 return [chunks[0].request]
         finally:
@@ -262,7 +262,7 @@ class Engine:
             if reason is not None:
                 self.end(r, reason)
         except Exception as error:  # its text or its constraint failed, which concerns no other sequence
-            self.end(r, "error", f"{type(error).__name__}: {error}")
+            self.end(r, "error", r.record_error(error))
         except BaseException:  # some of its tokens are accepted and others not, or its text lacks one
             self.end(r, "abort", "interrupted")
             raise
@@ -278,7 +278,7 @@ class Engine:
             self.speculator.propose(verified, hidden)
         except Exception as error:
             if not self.metrics.counters["spec_decode_failures_total"]:
-                warn(f"Drafting failed ({type(error).__name__}: {error}); going on without.")
+                warn(f"Drafting failed ({in_words(error)}); going on without.")
             self.metrics.counters["spec_decode_failures_total"] += 1
 
     def _accept(self, request: Request, chosen: ChosenTokens) -> FinishReason | None:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from inferplane.engine.loop.engine import Engine
+from inferplane.engine.request.params import SamplingParams
+from inferplane.engine.request.state import Request
 from inferplane.errors import CapacityError, UsageError
 from inferplane.types import HOST
 from inferplane.types.batch import Query, make_batch
@@ -34,15 +36,28 @@ def prompt_logits(engine: Engine, prompt: Sequence[int], chunk_tokens: int | Non
             f"{limits.max_model_len}.",
             remedy=f"shorten it, or {limits.length_remedy}",
         )
-    step = chunk_tokens or limits.max_num_batched_tokens
-    out = []
-    blocks = engine.allocator.allocate(scheduler.blocks_for(len(prompt)))
+    step, tables, out = (
+        min(chunk_tokens or limits.max_num_batched_tokens, scheduler.max_chunk_tokens(len(prompt))),
+        scheduler.tables,
+        [],
+    )
+    sequence = Request("prompt_logits", list(prompt), SamplingParams(max_tokens=1))
     try:
         for start in range(0, len(prompt), step):
             ids = list(prompt[start : start + step])
-            query = Query(ids, start, blocks[: scheduler.blocks_for(start + len(ids))])
+            taken = tables.extend(sequence, start + len(ids)) if start else tables.admit(sequence, (), step)
+            if not taken:
+                raise CapacityError(
+                    f"A prompt of {len(prompt)} tokens needs {tables.max_blocks(len(prompt), step)} KV blocks.",
+                    there_is=f"{engine.allocator.available} available of {engine.allocator.total}",
+                    remedy="run fewer or shorter sequences at once, or give the cache more memory",
+                )
+            blocks, *more_blocks = tables.first_blocks(sequence, start + len(ids))
+            query = Query(ids, start, blocks, None, more_blocks)
             batch = make_batch([query], block_tokens=engine.cache.block_tokens, device=engine.device)
             out.append(engine.runner.run(batch)[0].to(HOST))
+            sequence.computed += len(ids)
+            tables.release_out_of_window(sequence)
     finally:
-        engine.allocator.release(blocks)
+        tables.release_all(sequence)
     return torch.cat(out)

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Mapping, Sequence, Set
-from difflib import get_close_matches
 from reprlib import repr as short
 from typing import Any
 
-from inferplane.engine.request.params import SamplingParams
-from inferplane.errors import UsageError
+from inferplane.engine.request.params import SamplingParams, plain_integer
+from inferplane.errors import UsageError, deprecation_message
 
 Prompt = str | Sequence[int]
 MIN_PRIORITY = -(2**31)
+MAX_INTEGER = 2**31 - 1
+"""Largest priority, count, and number of a sequence; a message's integers have 64 bits at most."""
+
+DRAFT_METHODS = ("ngram", "draft_model", "mtp", "eagle")
+DRAFT_ALIASES = {"inference_with_reference": "ngram", "draft": "draft_model"}
+"""Other name of a method of speculation -> its name."""
 
 
-def as_integer(name: str, value: Any, minimum: int) -> int:
+def as_integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:
     """Check an argument that has to be an integer, and return it as an int; floats and bools are no integers.
 
     Raises:
-        UsageError: it is no integer, or less than `minimum`; `name` is the argument's, for the message.
+        UsageError: it is no integer, less than `minimum`, or more than `maximum` (None: any); `name` is the
+            argument's, for the message.
     """
-    try:
-        found = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:  # also 1e6: a float is not silently rounded
-        found = None
-    if found is None:
+    found = plain_integer(value)  # not 1e6: a float is not silently rounded
+    if not isinstance(found, int) or isinstance(found, bool):
         like = int(value) if isinstance(value, float) and value.is_integer() else max(minimum, 1)
         raise UsageError(
             f"{name} = {value!r}.",
@@ -35,6 +37,8 @@ def as_integer(name: str, value: Any, minimum: int) -> int:
         )
     if found < minimum:
         raise UsageError(f"{name} = {value!r}.", there_is=f"values of {minimum} and more")
+    if maximum is not None and found > maximum:
+        raise UsageError(f"{name} = {value!r:.80}.", there_is=f"values of {minimum} to {maximum}")
     return found
 
 
@@ -47,13 +51,14 @@ def current_names(values: Mapping[str, Any], old_names: Mapping[str, str]) -> di
         old_names: old name -> current name.
     """
     named: dict[str, Any] = {}
+    given: dict[str, str] = {}
     for name, value in values.items():
         new = old_names.get(name, name)
         if new != name:
-            warnings.warn(f"{name} is now {new}; the old name goes with 0.3.", DeprecationWarning, stacklevel=4)
+            warnings.warn(deprecation_message(name, new), DeprecationWarning, stacklevel=4)
         if new in named:
-            raise UsageError(f"{name} and {new} are the same option.", remedy=f"pass {new} alone")
-        named[new] = value
+            raise UsageError(f"{given[new]} and {name} are the same option.", remedy=f"pass {new} alone")
+        named[new], given[new] = value, name
     return named
 
 
@@ -81,38 +86,6 @@ def as_sampling_params_list(params: Any, num_prompts: int) -> list[SamplingParam
             f"{len(params)} sampling params for {num_prompts} prompts.", remedy="pass one, or one per prompt"
         )
     return [as_sampling_params(p) for p in params]
-
-
-def as_messages(messages: Any) -> Sequence[Mapping[str, Any]]:
-    """Check a conversation, and return it unchanged; UsageError unless it is a list of mappings with `role` and
-    `content` (or `tool_calls`).
-    """
-    if (
-        isinstance(messages, str)
-        or not isinstance(messages, Sequence)
-        or not all(isinstance(m, Mapping) for m in messages)
-    ):
-        raise UsageError(
-            f"messages = {short(messages)}.",
-            there_is='lists of {"role": ..., "content": ...}',
-            remedy="use generate for a plain prompt",
-        )
-    for i, message in enumerate(messages):
-        for name in ("role", "content"):
-            if name in message or (name == "content" and "tool_calls" in message):
-                continue
-            close = get_close_matches(name, map(str, message), n=1)
-            raise UsageError(
-                f"Message {i} lacks {name!r}: messages[{i}] = {short(dict(message))}.",
-                there_is='lists of {"role": ..., "content": ...}',
-                remedy=f"write {name!r} in place of {close[0]!r}" if close else f"give it a {name}",
-            )
-        if not isinstance(message["role"], str):
-            raise UsageError(
-                f"messages[{i}] has the role {short(message['role'])}.",
-                there_is="words, as 'system', 'user' and 'assistant'",
-            )
-    return messages
 
 
 _NOT_PROMPTS = (bytes, bytearray, memoryview, Mapping, Set)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from inferplane.engine.request.params import BEYOND_LIMITS
 from inferplane.errors import UsageError
 
 
@@ -69,7 +70,7 @@ class Constraint:
             UsageError: the constraint does not allow them, or has become too complex to follow.
         """
         for token in tokens:
-            if token in self._end_ids and not self.ended and self._matcher.is_accepting():
+            if token in self._end_ids and not self.ended and self._may_end(token):
                 self.ended = True
             elif self.ended or not self._matcher.validate_tokens([token]):
                 self._check()
@@ -77,6 +78,12 @@ class Constraint:
             else:
                 self._matcher.consume_token(token)
                 self._check()
+
+    def _may_end(self, token: int) -> bool:
+        """Whether this end token may come now: the text is complete, or the grammar names the token (`<|eos|>`)."""
+        if self._matcher.is_accepting():
+            return True
+        return bool(int(self._mask()[token // 32]) >> token % 32 & 1)
 
     def rollback(self, count: int) -> None:
         """Undo the last `count` accepted tokens, an end token included; the state is as before them."""
@@ -90,7 +97,7 @@ class Constraint:
         """Raise UsageError if llguidance reports that it can follow the constraint no further."""
         if self._matcher.is_error():
             raise UsageError(
-                f"The constraint cannot be followed any further: {first_lines(self._matcher.get_error())}.",
+                f"{BEYOND_LIMITS}: {first_lines(self._matcher.get_error())}.",
                 remedy="simplify the schema, regular expression or grammar",
             )
 

@@ -6,14 +6,16 @@ import functools
 import inspect
 import json
 import math
+import operator
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from numbers import Real
 from typing import Any, ParamSpec, TypeVar
 
-from inferplane.errors import UsageError
+from inferplane.errors import UsageError, deprecation_message
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -21,15 +23,26 @@ R = TypeVar("R")
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 MAX_GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this count as 0: the most likely token is chosen."""
+MAX_TEMPERATURE = 1e6
+"""Above this the probabilities of a model's tokens no longer differ in float32, in which they are computed."""
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
+"""Logits that are divided or multiplied by these are finite in float32."""
+MAX_COUNT = 2**31 - 1
+"""Largest number of tokens, and largest token id, that a parameter may name; steps hold them in 64 bits or fewer."""
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BIASES = 1024
 MAX_SEQUENCES = 128
 MAX_LOGPROBS = 20
 POOLINGS = ("last", "mean")
 MAX_GRAMMAR_BYTES = {"json_schema": 64 * 1024, "regex": 4 * 1024, "grammar": 64 * 1024}
+BEYOND_LIMITS = "The constraint cannot be followed any further"
+"""Begins the error of a sequence whose constraint exceeds a limit while it runs; the server tells it by these words."""
+
+OLD_ATTRIBUTES = {"cuts": "filters"}
+"""Names of attributes until 0.2 -> present names."""
 
 
-def known_keywords(call: Callable[P, R]) -> Callable[P, R]:
+def check_keywords(call: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function or method: unknown keyword arguments raise a UsageError in place of a TypeError.
 
     The error names the argument that was probably meant; for a field of `SamplingParams`, how to pass it.
@@ -49,19 +62,20 @@ def known_keywords(call: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
-def unknown_keyword(call: str, name: str, value: Any, known: Sequence[str]) -> UsageError:
+def unknown_keyword(call: str, name: str, value: Any, known: Sequence[str], advice: str = "") -> UsageError:
     """The error, to be raised by the caller, for a keyword argument that a call does not take. It names the keyword
     that was probably meant.
 
     Args:
         call: the call's name. name: the keyword. value: what was passed. known: the keywords that the call takes.
+        advice: what to do if it is no parameter of sampling; "": pass the keyword that it resembles.
     """
     close = get_close_matches(name, known, n=1)
     if call != SamplingParams.__name__ and name in {f.name for f in fields(SamplingParams)}:
         where = "" if "params" in known else " of generate, stream or chat"
         remedy = f"pass params{where}: params=SamplingParams({name}={value!r})"
     else:
-        remedy = f"perhaps {close[0]} was meant" if close else ""
+        remedy = advice or (f"perhaps {close[0]} was meant" if close else "")
     return UsageError(f"{call} takes no {name}.", there_is=", ".join(known), remedy=remedy)
 
 
@@ -74,7 +88,7 @@ class SamplingParams:
 
     Args:
         max_tokens: maximum number of tokens to generate, at least 1.
-        temperature: 0 takes the most likely token each time; larger is more random.
+        temperature: 0 takes the most likely token each time; larger is more random; at most 10^6.
         top_p: keep the most likely tokens that together reach this probability, in (0, 1].
         top_k: keep this many of the most likely tokens; 0 keeps all.
         min_p: keep tokens with at least this share of the most likely token's probability, in [0, 1].
@@ -87,7 +101,7 @@ class SamplingParams:
         min_tokens: end-of-text tokens cannot be chosen before this many tokens, unless a constraint allows nothing
             else.
         repetition_penalty: tokens of the prompt and of the text so far have a positive logit divided by this and a
-            negative one multiplied; above 1 discourages repetition, 1 changes nothing.
+            negative one multiplied; above 1 discourages repetition, 1 changes nothing; 10^-6 to 10^6.
         frequency_penalty: taken from a token's logit for each time it was generated, -2 to 2.
         presence_penalty: taken from a token's logit when it was generated at all, -2 to 2.
         logit_bias: token id -> what is added to its logit, -100 to 100; at most 1024 entries.
@@ -133,9 +147,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, convert in (("stop", _several), ("stop_token_ids", _several), ("logit_bias", _dict)):
             self._set(name, convert, getattr(self, name))
-        for name in _FLOATS:
-            self._set(name, _plain, getattr(self, name))
-        if self.top_k == -1:  # another common spelling of "all"
+        for names, convert in ((_FLOATS, _plain), (_INTEGERS, plain_integer)):
+            for name in names:
+                self._set(name, convert, getattr(self, name))
+        if isinstance(self.top_k, int) and self.top_k == -1:  # another common spelling of "all"
             object.__setattr__(self, "top_k", 0)
         if self.json_schema is not None:
             self._set("json_schema", _json_text, self.json_schema)
@@ -201,18 +216,34 @@ class SamplingParams:
                 raise UsageError(f"SamplingParams: {name} names token {bad[0]}.", there_is=f"ids 0 to {vocab - 1}")
 
 
-SamplingParams.__init__ = known_keywords(SamplingParams.__init__)  # type: ignore[method-assign]
+def _read_old(old: str, new: str, params: SamplingParams) -> Any:
+    warnings.warn(deprecation_message(old, new), DeprecationWarning, stacklevel=2)
+    return getattr(params, new)
+
+
+SamplingParams.__init__ = check_keywords(SamplingParams.__init__)  # type: ignore[method-assign]
+for _old, _new in OLD_ATTRIBUTES.items():
+    setattr(SamplingParams, _old, property(functools.partial(_read_old, _old, _new)))
 
 
 def _several(value: Any) -> tuple[Any, ...]:
     """A tuple of None (empty), one or several values."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, (str, int)) else tuple(value)
+    value = () if value is None else plain_integer(value)
+    return (value,) if isinstance(value, (str, int)) else tuple(map(plain_integer, value))
 
 
 def _dict(value: Any) -> dict[Any, Any]:
-    return {i: _plain(bias) for i, bias in dict(value or {}).items()}
+    return {plain_integer(i): _plain(bias) for i, bias in dict(value or {}).items()}
+
+
+def plain_integer(value: Any) -> Any:
+    """An integer of another library (NumPy's, torch's) as an int; anything else, bools included, as it is."""
+    if isinstance(value, int) or "bool" in str(getattr(value, "dtype", "")):  # torch takes its bools for integers
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return value
 
 
 def _plain(value: Any) -> Any:
@@ -261,7 +292,7 @@ def _is_text(value: Any, max_bytes: int) -> bool:
 def _are_biases(biases: Mapping[Any, Any]) -> bool:
     """Whether a mapping is a valid `logit_bias`: few enough entries, token id -> -100 to 100."""
     return len(biases) <= MAX_BIASES and all(
-        _is_int(i, 0) and _is_number(b) and -100 <= b <= 100 for i, b in biases.items()
+        _is_int(i, 0, MAX_COUNT) and _is_number(b) and -100 <= b <= 100 for i, b in biases.items()
     )
 
 
@@ -271,37 +302,42 @@ def _between(low: float, high: float) -> Callable[[Any, Any], bool]:
 
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "timeout_s")
+_INTEGERS = ("max_tokens", "top_k", "seed", "min_tokens", "logprobs", "prompt_logprobs", "n")
 _ABOVE_0 = math.ulp(0.0)
 _STOPS = f"of at most {MAX_STOPS} strings of at most {MAX_STOP_CHARACTERS} characters"
 
 # Field; `(value, params) -> bool`; what there is. A value of another type makes its check raise TypeError, which counts
 # as out of range.
 _CHECKS: tuple[tuple[str, Callable[[Any, Any], bool], str], ...] = (
-    ("max_tokens", lambda n, p: _is_int(n, 1), "at least 1"),
-    ("temperature", _between(0, sys.float_info.max), "0 or more"),
+    ("max_tokens", lambda n, p: _is_int(n, 1, MAX_COUNT), f"from 1 to {MAX_COUNT}"),
+    ("temperature", _between(0, MAX_TEMPERATURE), f"from 0 to {MAX_TEMPERATURE:g}"),
     ("top_p", _between(_ABOVE_0, 1), "above 0 and at most 1"),
-    ("top_k", lambda n, p: _is_int(n, 0), "0 (all) or more"),
+    ("top_k", lambda n, p: _is_int(n, 0, MAX_COUNT), f"from 0 (all) to {MAX_COUNT}"),
     ("min_p", _between(0, 1), "from 0 to 1"),
     ("ignore_eos", lambda flag, p: isinstance(flag, bool), "True and False"),
     ("min_tokens", lambda n, p: _is_int(n, 0, p.max_tokens), "from 0 to max_tokens"),
     ("seed", lambda n, p: n is None or _is_int(n), "of whole numbers, or None"),
     ("stop", lambda stops, p: all(isinstance(s, str) and s for s in stops), "of non-empty strings"),
     ("stop", lambda stops, p: len(stops) <= MAX_STOPS and all(len(s) <= MAX_STOP_CHARACTERS for s in stops), _STOPS),
-    ("stop_token_ids", lambda ids, p: all(_is_int(i, 0) for i in ids), "of token ids"),
+    ("stop_token_ids", lambda ids, p: all(_is_int(i, 0, MAX_COUNT) for i in ids), "of token ids"),
     ("stop_token_ids", lambda ids, p: len(ids) <= MAX_STOP_TOKEN_IDS, f"of at most {MAX_STOP_TOKEN_IDS} token ids"),
-    ("repetition_penalty", _between(_ABOVE_0, sys.float_info.max), "above 0 (1 changes nothing)"),
+    (
+        "repetition_penalty",
+        _between(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+        f"from {MIN_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY:g} (1 changes nothing)",
+    ),
     ("frequency_penalty", _between(-2, 2), "from -2 to 2"),
     ("presence_penalty", _between(-2, 2), "from -2 to 2"),
     ("logit_bias", lambda biases, p: _are_biases(biases), f"of at most {MAX_BIASES} entries, token id -> -100 to 100"),
-    ("logprobs", lambda n, p: _is_count(n), f"None, or 0 to {MAX_LOGPROBS}"),
-    ("prompt_logprobs", lambda n, p: _is_count(n), f"None, or 0 to {MAX_LOGPROBS}"),
+    ("logprobs", lambda n, p: _is_count(n), f"from 0 to {MAX_LOGPROBS}, or None"),
+    ("prompt_logprobs", lambda n, p: _is_count(n), f"from 0 to {MAX_LOGPROBS}, or None"),
     ("pooling", lambda word, p: word in (None, *POOLINGS), f"of None, {', '.join(POOLINGS)}"),
     ("n", lambda n, p: _is_int(n, 1, MAX_SEQUENCES), f"from 1 to {MAX_SEQUENCES}"),
     *(
         (name, lambda text, p, most=most: _is_text(text, most), f"of 1 to {most} bytes of text")
         for name, most in MAX_GRAMMAR_BYTES.items()
     ),
-    ("timeout_s", lambda s, p: s is None or (_is_number(s) and s > 0), "None, or above 0 seconds"),
+    ("timeout_s", lambda s, p: s is None or (_is_number(s) and s > 0), "above 0 (in seconds), or None"),
 )
 
 

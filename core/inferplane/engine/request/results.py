@@ -92,7 +92,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     The last delta alone has a `finish_reason`. If requested, `prompt_logprobs` come with the first one and the
     embedding with the last one.
 
-    A stream has about one per token, and each is sent between processes unchanged.
+    A stream has about one per token, and each is sent between processes unchanged. `error` may be shown to clients;
+    `error_place`, " at FILE:LINE" of the plugin's code that raised it, is for those who run the model.
     """
 
     text: str
@@ -103,3 +104,4 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     embedding: list[float] | None = None
+    error_place: str = ""

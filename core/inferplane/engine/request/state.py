@@ -13,7 +13,7 @@ from inferplane.engine.request.params import SamplingParams
 from inferplane.engine.request.results import Delta, FinishReason, Result, Timings, TokenLogprob
 from inferplane.engine.request.seeds import as_int64, fresh_seed
 from inferplane.engine.request.text import Detokenizer
-from inferplane.errors import GenerationError, warn
+from inferplane.errors import GenerationError, place_of, sentence, warn
 
 if TYPE_CHECKING:
     import torch
@@ -21,9 +21,28 @@ if TYPE_CHECKING:
 SEE_EXPLAIN = "see explain for the kernels in use, and pin another provider"
 
 
+@dataclass(eq=False, slots=True)
+class BlockTable:
+    """A sequence's blocks in one block table.
+
+    Args:
+        blocks: block numbers, in the order of its tokens.
+        released: how many of the first ones were released because the window of every layer that reads the table has
+            passed them; they stand as 0.
+    """
+
+    blocks: list[int]
+    released: int = 0
+
+    @property
+    def held(self) -> list[int]:
+        """The blocks that are not released."""
+        return self.blocks[self.released :]
+
+
 @dataclass(eq=False)
 class Request:
-    """One sequence. The scheduler owns the fields from `blocks` on; the engine appends to `generated`.
+    """One sequence. The scheduler owns the fields from `max_chunk_tokens` on; the engine appends to `generated`.
 
     Args:
         request_id: unique among live requests.
@@ -38,14 +57,14 @@ class Request:
             priority.
         deadline: monotonic time in seconds at which it ends with "timeout"; None: never.
         generated: tokens so far.
-        blocks: its KV blocks.
-        released_blocks: how many of its first blocks were released because every layer's window has passed them; they
-            stand as 0 in `blocks`.
+        max_chunk_tokens: the largest number of its known tokens that a step computes.
+        tables: its block tables; none while it has no blocks.
         computed: tokens whose KV entries are in the cache.
         hashes: hashes of its full blocks, as far as they were needed.
         drafts: tokens to verify in the next step.
         pooled: the hidden states of its prompt, pooled so far: float32 `[D]` on the host.
         finish_reason: None while it lives.
+        error: why it failed, if it did; `error_place`: " at FILE:LINE" of the plugin's code that raised, else empty.
     """
 
     request_id: int | str
@@ -59,8 +78,8 @@ class Request:
     tenant: str = ""
     deadline: float | None = None
     generated: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
-    released_blocks: int = 0
+    max_chunk_tokens: int = 1
+    tables: list[BlockTable] = field(default_factory=list)
     computed: int = 0
     hashes: list[bytes] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
@@ -69,6 +88,7 @@ class Request:
     preemptions: int = 0
     finish_reason: FinishReason | None = None
     error: str = ""
+    error_place: str = ""
     failure: Exception | None = None
     arrival: int = 0
     arrived: float = field(default_factory=time.monotonic)
@@ -106,6 +126,11 @@ class Request:
         return list(self.pooled.tolist())
 
     @property
+    def blocks(self) -> list[int]:
+        """Its blocks in the first table, which drafting layers and draft models read too; empty while it has none."""
+        return self.tables[0].blocks if self.tables else []
+
+    @property
     def tokens(self) -> int:
         """Number of prompt and generated tokens so far."""
         return len(self.prompt) + len(self.generated)
@@ -124,6 +149,11 @@ class Request:
         """Token ids `start` to `stop` (without) of the sequence: its prompt, then its generated tokens."""
         n = len(self.prompt)
         return self.prompt[start:stop] + self.generated[max(0, start - n) : max(0, stop - n)]
+
+    def record_error(self, error: Exception) -> str:
+        """Keep the place where a plugin raised the exception; returns the exception in words."""
+        self.error_place = place_of(error)
+        return f"{type(error).__name__}: {error}"
 
     def timings(self) -> Timings:
         """Seconds and counts so far; final once the request has ended. What has not happened yet counts as happening
@@ -152,7 +182,7 @@ class Request:
             self.finish_reason or "abort",
             self.timings(),
             self.prompt,
-            self.error,
+            self.error + self.error_place,
             self.logprobs,
             self.prompt_logprobs,
             embedding=self.embedding,
@@ -179,7 +209,8 @@ class PieceReader:
         self.sent += len(new)
         text = request.text.take(end=reason is not None) if request.text is not None else ""
         timings = request.timings() if reason is not None else None
-        return Delta(text, new, reason, timings, request.error, logprobs, prompt, request.embedding)
+        error, place = request.error, request.error_place
+        return Delta(text, new, reason, timings, error, logprobs, prompt, request.embedding, place)
 
 
 def report_failures(requests: list[Request]) -> None:
@@ -189,7 +220,8 @@ def report_failures(requests: list[Request]) -> None:
     failed = [r for r in requests if r.finish_reason == "error"]
     if not failed:
         return
-    what = f"{len(failed)} of {len(requests)} requests failed while they ran: {failed[0].error}."
+    why = failed[0].error + failed[0].error_place
+    what = sentence(f"{len(failed)} of {len(requests)} requests failed while they ran: {why}")
     if len(failed) == len(requests):
         raise GenerationError(what, remedy=SEE_EXPLAIN)
     warn(what)

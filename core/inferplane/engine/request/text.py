@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from inferplane.errors import CheckpointError, UsageError
+from inferplane.dialogue.template import Template
+from inferplane.engine.request.tokenizer_loading import load_tokenizer
+from inferplane.errors import CapacityError, CheckpointError, UsageError, warn
 from inferplane.files import AGAIN, file_size
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -27,14 +29,18 @@ _FILES = (
     "chat_template.jinja",
 )
 """Names that transformers opens. They must be regular files, since reading a pipe would never end."""
+PIECE_CHARACTERS = 2**16
+"""Characters of a text that are encoded at a time to find out whether it is too long."""
+CHARACTERS_PER_TOKEN = 4
+"""A text of at most this many characters per token of the limit is encoded at once: the limit allows that cost."""
 CONTEXT_TOKENS = 6
 """Tokens of the prompt that generated ones are decoded with: enough to complete a character and to know of a space."""
 CHARACTER_BYTES = 4
 """Maximum bytes of a character in UTF-8."""
 MAX_HELD_CHARACTERS = 4 * CHARACTER_BYTES
 """Maximum number of replacement characters that are held back; of more, all but the last few become text."""
-WINDOW_TOKENS, KEPT_TOKENS = 32, 16
-"""A window of more than `WINDOW_TOKENS` tokens is shortened to its last `KEPT_TOKENS`."""
+WINDOW_TOKENS, MIN_WINDOW_TOKENS = 32, 16
+"""A window of more than `WINDOW_TOKENS` tokens is shortened to its last `MIN_WINDOW_TOKENS`."""
 
 
 class Tokenizer:
@@ -43,13 +49,18 @@ class Tokenizer:
     Args:
         folder: holds `tokenizer.json` or what transformers needs instead; None: of a model given as a config.
         kind: `kind` of the folder's tokenizer in a process that has loaded it; "": transformers finds out.
+        max_tokens: most tokens of a text, of which no more is encoded than it takes to know that it has more; None: no
+            limit.
+
+    `kind` is the class that transformers chose, with its module: another process can load the same tokenizer by it,
+    without torch.
 
     Raises:
         UsageError: there is no folder.
         CheckpointError: there is no tokenizer that transformers can load without running the checkpoint's code.
     """
 
-    def __init__(self, folder: str | Path | None, kind: str = "") -> None:
+    def __init__(self, folder: str | Path | None, kind: str = "", max_tokens: int | None = None) -> None:
         if folder is None:
             raise UsageError("A model given as a config has no tokenizer.", remedy="pass prompts as token ids")
         folder = Path(folder)
@@ -57,7 +68,7 @@ class Tokenizer:
             if os.path.lexists(folder / name) and file_size(folder / name) > MAX_FILE_BYTES:
                 raise CheckpointError(f"{folder / name} has more than {MAX_FILE_BYTES} bytes.", remedy=AGAIN)
         try:
-            self._inner: Any = _load(str(folder), kind)
+            self._inner, self.kind = load_tokenizer(folder, kind)
         except BaseException as error:  # a panic in the tokenizers library is no Exception
             if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
                 raise
@@ -66,52 +77,75 @@ class Tokenizer:
                 remedy="add its tokenizer.json, or pass prompts as token ids",
             ) from error
         self._inner.model_max_length = sys.maxsize  # admission says what is too long; transformers would warn on stderr
-        self.folder = folder
+        self.folder, self.max_tokens = folder, max_tokens
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with the special tokens the model expects around it.
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a text; with `special`, the special tokens that the model expects are put around it.
 
         Raises:
             UsageError: the text holds half a surrogate pair, which no encoding has.
+            CapacityError: it certainly has more than `max_tokens` tokens. A text with a few more is encoded all the
+                same: callers check lengths themselves.
         """
         try:
-            return list(self._inner.encode(text))
+            limit = self.max_tokens
+            if limit is not None and len(text) > max(PIECE_CHARACTERS, CHARACTERS_PER_TOKEN * limit):
+                self._check_length(text, limit)
+            return list(self._inner.encode(text, add_special_tokens=special))
         except TypeError as error:
             raise UsageError(f"The text cannot be encoded: {text[:80]!a}.", remedy="pass valid Unicode") from error
+
+    def _check_length(self, text: str, max_tokens: int) -> None:
+        """Raise CapacityError if a text has more than so many tokens; encodes it piece by piece until that is known.
+
+        A cut may split a token, and move the borders of those beside it: each piece counts for less, by as many tokens
+        as the longest token has characters.
+        """
+        at, count = 0, 0
+        while at < len(text) and count <= max_tokens:
+            end = at + PIECE_CHARACTERS
+            space = text.rfind(" ", at + PIECE_CHARACTERS // 2, end)
+            end = space if space > 0 and end < len(text) else end  # words stay whole where there are any
+            piece = self._inner.encode(text[at:end], add_special_tokens=False)
+            count += max(0, len(piece) - self._longest_token)
+            at = end
+        if count > max_tokens:
+            raise CapacityError(
+                f"The prompt of {len(text)} characters has more than {max_tokens} tokens, the most of a sequence.",
+                remedy="shorten the prompt",
+            )
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Most characters of a token, as the vocabulary spells it; that are no less than it has in a text."""
+        return max(map(len, self._inner.get_vocab()), default=1)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; special tokens are left out, and spaces stay as the tokens have them."""
         return str(self._inner.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation, rendered by the checkpoint's own chat template, with the template's beginning of
-        a reply.
+        """Token ids of a conversation (`normalize_messages`), rendered by the checkpoint's own chat template, with the
+        template's beginning of a reply.
 
         Raises:
             UsageError: the checkpoint has no chat template, or the template refuses the messages.
+            CapacityError: as `encode`.
         """
-        if not self._inner.chat_template:
+        if self._template is None:
             raise UsageError(
                 f"{self.folder} has no chat template.", remedy="use generate with a prompt that you format yourself"
             )
-        try:
-            text = self._inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except Exception as error:
-            raise UsageError(f"The chat template refuses these messages: {error}.") from error
-        return list(self._inner.encode(text, add_special_tokens=False))
+        return self.encode(self._template.render(messages), special=False)
+
+    @cached_property
+    def _template(self) -> Template | None:
+        return Template.from_tokenizer(self._inner)
 
     @property
     def fast(self) -> Any:
         """transformers' tokenizer itself, of which `Grammars` takes the vocabulary."""
         return self._inner
-
-    @property
-    def kind(self) -> str:
-        """The class that transformers chose, with its module: another process can load the same tokenizer by it,
-        without torch.
-        """
-        chosen = type(self._inner)
-        return f"{chosen.__module__}.{chosen.__qualname__}"
 
     @property
     def own_end_ids(self) -> frozenset[int]:
@@ -120,43 +154,13 @@ class Tokenizer:
         return frozenset() if own is None else frozenset([own])
 
 
-def _load(folder: str, kind: str) -> Any:
-    """A folder's tokenizer, of the class of transformers that `kind` names, else of the one that transformers chooses.
-
-    Choosing reads the model's configuration and imports torch, which takes a second or two and 170 MB; a process that
-    gets the `kind` from another one needs neither.
-    """
-    module, _, name = kind.rpartition(".")
-    if module.startswith("transformers."):
-        chosen = getattr(importlib.import_module(module), name)
-        return chosen.from_pretrained(folder, local_files_only=True)  # some take nothing else
-    import transformers
-
-    _check_class(Path(folder) / "tokenizer_config.json", transformers)
-    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-
-
-def _check_class(settings: Path, transformers: Any) -> None:
-    """Raise ValueError if only the checkpoint's own code defines the tokenizer's class.
-
-    transformers before 5.21 loaded another class in its place.
-    """
-    from inferplane.models.reading.config import read_object
-
-    entries = read_object(settings) if settings.is_file() else {}
-    own, name = entries.get("auto_map"), entries.get("tokenizer_class")
-    if not isinstance(own, Mapping) or "AutoTokenizer" not in own or not isinstance(name, str):
-        return
-    if not hasattr(transformers, name):
-        raise ValueError(f"its class {name} is code of the checkpoint's own, which is not run")
-
-
 def end_ids(folder: Path) -> frozenset[int]:
     """Ids of the tokens that end a text, as a folder's generation_config.json and config.json name them (both count);
-    empty if neither does.
+    empty if neither does. Warns about entries that are no token ids, or beyond the vocabulary, which would never end a
+    text, and about a generation_config.json that cannot be read.
 
     Raises:
-        CheckpointError: an entry is no token id, or one beyond the vocabulary, which would never end a text.
+        CheckpointError: config.json cannot be read.
     """
     from inferplane.models.reading.config import read_object
 
@@ -166,18 +170,22 @@ def end_ids(folder: Path) -> frozenset[int]:
         path = folder / name
         if not os.path.lexists(path):
             continue
-        entries = read_object(path)
+        try:
+            entries = read_object(path)
+        except CheckpointError as error:
+            if name == "config.json":
+                raise
+            warn(f"{error.what} It is not used.")
+            continue
         vocab = entries.get("vocab_size") if name == "config.json" else vocab
         value = entries.get("eos_token_id")
         ids = [] if value is None else value if isinstance(value, list) else [value]
         for i in ids:
             if type(i) is not int or i < 0 or (isinstance(vocab, int) and i >= vocab):
-                raise CheckpointError(
-                    f"{path}: eos_token_id holds {i!r}, which is no token id.",
-                    there_is=f"ids 0 to {vocab - 1}" if isinstance(vocab, int) else "",
-                    remedy="correct the entry, or fetch the file again",
-                )
-        found.update(ids)
+                there_is = f" (there are 0 to {vocab - 1})" if isinstance(vocab, int) else ""
+                warn(f"{path}: eos_token_id holds {i!r}, which is no token id{there_is}; it ends no text.")
+            else:
+                found.add(i)
     return frozenset(found)
 
 
@@ -251,8 +259,8 @@ class Detokenizer:
             after: the decoded window.
         """
         held = after[len(self._seen) :] if after.startswith(self._seen) else after
-        for kept in range(KEPT_TOKENS, KEPT_TOKENS - CHARACTER_BYTES, -1):  # one of them begins with a character,
-            now = self.tokenizer.decode(self.ids[-kept:])
+        for count in range(MIN_WINDOW_TOKENS, MIN_WINDOW_TOKENS - CHARACTER_BYTES, -1):  # one begins with a character,
+            now = self.tokenizer.decode(self.ids[-count:])
             if after.endswith(now) and len(now) > len(held):
                 break
         else:
@@ -262,7 +270,7 @@ class Detokenizer:
                 if self.tokenizer.decode(some) == after:  # the others are special ones, which have no text
                     self.ids = some
                 return
-        self.ids, self._seen = self.ids[-kept:], now[: len(now) - len(held)]
+        self.ids, self._seen = self.ids[-count:], now[: len(now) - len(held)]
 
     def _append(self, piece: str) -> None:
         """Append text to `text`; if that completes a stop string, truncate `text` before the first one and set

@@ -72,7 +72,9 @@ class Buckets:
         }
 
 
-def bucket_sizes(plan: Plan, options: RunnerOptions, max_model_len: int, free_bytes: int | None = None) -> Buckets:
+def bucket_sizes(
+    plan: Plan, options: RunnerOptions, max_model_len: int, free_bytes: int | None = None, num_tables: int = 1
+) -> Buckets:
     """Choose the sizes of decode steps to capture for a plan, by the rule in this module; nothing is captured here.
 
     Costs leave out reading the cache, and are those of the widest step: with drafts, `1 + num_drafts` rows per
@@ -86,10 +88,11 @@ def bucket_sizes(plan: Plan, options: RunnerOptions, max_model_len: int, free_by
             larger, and has no influence on costs.
         free_bytes: memory beside weights and cache, of which captures may take `MEMORY_SHARE`; None: not known, so
             there is no limit.
+        num_tables: block tables of a sequence.
     """
     model, dtype = plan.model, plan.settings.dtype
     assert isinstance(model, CausalLM)
-    width = math.ceil(max_model_len / next(iter(plan.layouts.values())).block_tokens)
+    width = math.ceil(max_model_len / next(iter(plan.layouts.values())).block_tokens) * num_tables
     budget_bytes = None if free_bytes is None else int(free_bytes * MEMORY_SHARE)
     tokens = sorted({1, 1 + options.num_drafts})
     return choose_sizes(
@@ -112,7 +115,7 @@ def step_cost(model: CausalLM, dtype: torch.dtype) -> Callable[[int], float]:
 
 def capture_bytes(model: CausalLM, dtype: torch.dtype, width: int) -> Callable[[Size], int]:
     """A function of a size that returns the bytes a capture of that size keeps: ids, positions, slots, lengths, logits,
-    hidden states, and block tables of `width` blocks per sequence. `dtype` is that of the hidden states.
+    hidden states, and block tables of `width` blocks per sequence in all. `dtype` is that of the hidden states.
     """
     row = 3 * 8 + 4 * model.vocab + dtype.itemsize * model.embed.weight.shape[1]
     return lambda size: size.sequences * (size.tokens * row + 4 * (width + 2))

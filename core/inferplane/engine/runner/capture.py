@@ -11,18 +11,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from inferplane.binding import Plan
 from inferplane.engine.runner.buckets import Buckets, Size
+from inferplane.engine.runner.capture_check import CaptureChecker, Results
 from inferplane.engine.runner.options import RunnerOptions
-from inferplane.types import Backend, Batch, KVCache
+from inferplane.errors import in_words
+from inferplane.types import HOST, Backend, Batch, KVCache
+from inferplane.types.batch import TableRows
 
 Step = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """`(batch, *rows) -> (logits, hidden)` of the bound model, or of a draft layer, over its cache."""
+OnWrong = Callable[[Size, str], None]
+"""Told of a capture that replays wrongly: its size, and how its replays differ from the step."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class CapturedStep:
         return logits.index_select(0, batch.logit_rows), hidden[first].clone()
 
 
-def padding_batch(size: Size, width: int, block_tokens: int, device: str) -> Batch:
+def padding_batch(size: Size, width: int, block_tokens: int, device: str, num_tables: int = 1) -> Batch:
     """New tensors of a bucket, as a batch that holds padding only (slots -1, lengths 0): the inputs that a capture
     reads.
 
@@ -70,6 +75,7 @@ def padding_batch(size: Size, width: int, block_tokens: int, device: str) -> Bat
         width: blocks of the longest sequence, the width of the block tables.
         block_tokens: tokens per block.
         device: where the tensors live.
+        num_tables: block tables of a sequence.
     """
     rows = size.sequences * size.tokens
 
@@ -77,17 +83,22 @@ def padding_batch(size: Size, width: int, block_tokens: int, device: str) -> Bat
         return torch.full((count,), value, dtype=torch.int64, device=device)
 
     starts = torch.arange(size.sequences + 1, dtype=torch.int32, device=device) * size.tokens
+    tables = [
+        TableRows(full(rows, -1), torch.zeros(size.sequences, width, dtype=torch.int32, device=device))
+        for _ in range(num_tables)
+    ]
     return Batch(
         ids=full(rows, 0),
         positions=full(rows, 0),
-        slots=full(rows, -1),
+        slots=tables[0].slots,
         query_start=starts,
         seq_lens=torch.zeros(size.sequences, dtype=torch.int32, device=device),
-        block_tables=torch.zeros(size.sequences, width, dtype=torch.int32, device=device),
+        block_tables=tables[0].block_tables,
         logit_rows=None,
         kind="decode",
         max_query_tokens=size.tokens,
         max_seq_tokens=width * block_tokens,
+        more_tables=tuple(tables[1:]),
     )
 
 
@@ -100,13 +111,16 @@ def copy_into(
     """Copy a batch into a bucket's tensors in place, and pad the rest. Nothing waits for the device.
 
     Args:
-        bucket: the tensors; at least as many sequences, rows and blocks as the batch has.
+        bucket: the tensors; at least as many sequences, rows and blocks as the batch has, and as many block tables.
         batch: copied into them.
         at: int64 `[T]`, the row of the bucket for each row of the batch; None: the first ones.
         rows: pairs of a further tensor of the bucket and its new rows; the rest becomes 0.
     """
     sequences = batch.seq_lens.shape[0]
     of_batch = [(getattr(bucket, name), getattr(batch, name), empty) for name, empty in EMPTY.items()]
+    of_batch += [
+        (own.slots, new.slots, EMPTY["slots"]) for own, new in zip(bucket.more_tables, batch.more_tables, strict=True)
+    ]
     for target, source, empty in (*of_batch, *((*pair, 0) for pair in rows)):
         if at is None:
             target[: batch.tokens].copy_(source, non_blocking=True)
@@ -115,7 +129,8 @@ def copy_into(
             target.fill_(empty).index_copy_(0, at, source)
     bucket.seq_lens[:sequences].copy_(batch.seq_lens, non_blocking=True)
     bucket.seq_lens[sequences:].zero_()
-    bucket.block_tables[:sequences, : batch.block_tables.shape[1]].copy_(batch.block_tables, non_blocking=True)
+    for own, new in zip(bucket.list_tables(), batch.list_tables()):
+        own.block_tables[:sequences, : new.block_tables.shape[1]].copy_(new.block_tables, non_blocking=True)
 
 
 EMPTY = {"ids": 0, "positions": 0, "slots": -1}
@@ -139,12 +154,18 @@ def capture(backend: Backend, step: Callable[[Batch], Any], bucket: Batch) -> tu
     try:
         graph = backend.capture(step, bucket)
     except Exception as error:
-        return None, f"capturing {bucket.seq_lens.shape[0]} sequences failed: {type(error).__name__}: {error}"
+        return None, f"capturing {bucket.seq_lens.shape[0]} sequences failed: {in_words(error)}"
     return graph, "the device captures no steps" if graph is None else ""
+
+
+def ignore_wrong(size: Size, reason: str) -> None:
+    """An `OnWrong` that does nothing."""
 
 
 class DecodeSteps:
     """Runs decode steps, by replaying a capture where there is one or one can be made.
+
+    A new capture is compared with the step first (`capture_check`). Steps of a size whose capture is wrong run eagerly.
 
     Args:
         backend: captures steps, or does not.
@@ -153,8 +174,12 @@ class DecodeSteps:
         max_model_len: tokens of the longest sequence.
         sizes: the sizes to capture.
         disabled_reason: why nothing is captured, in words; empty to capture.
+        vocab: number of token ids that the step knows, for comparing captures with it.
+        on_wrong: told of each wrong capture.
+        num_tables: block tables of a sequence that the step reads.
 
-    Attributes: `disabled_reason`; `replayed` and `eager`, the numbers of steps that ran in each way.
+    Attributes: `disabled_reason`; `wrong`, the sizes whose captures are wrong, with the reason; `replayed` and `eager`,
+    the numbers of steps that ran in each way.
     """
 
     def __init__(
@@ -165,11 +190,17 @@ class DecodeSteps:
         max_model_len: int,
         sizes: Buckets,
         disabled_reason: str = "",
+        vocab: int = 2,
+        on_wrong: OnWrong = ignore_wrong,
+        num_tables: int = 1,
     ) -> None:
-        self.backend, self.step, self.sizes = backend, step, sizes
-        self.block_tokens = cache.block_tokens
+        self.backend, self.step, self.sizes, self.on_wrong = backend, step, sizes, on_wrong
+        self.checker = CaptureChecker(cache, backend.torch_device_indexed, max_model_len, vocab, num_tables)
+        self.block_tokens, self.num_tables = cache.block_tokens, num_tables
         self.width = math.ceil(max_model_len / cache.block_tokens)
         self.buckets: dict[Size, CapturedStep] = {}
+        self.wrong: dict[Size, str] = {}
+        self.checked: set[Size] = set()
         self.disabled_reason = disabled_reason
         self.replayed = self.eager = 0
 
@@ -194,15 +225,16 @@ class DecodeSteps:
         self, size: Size, batch: Batch, rows: tuple[torch.Tensor, ...], at: torch.Tensor | None
     ) -> CapturedStep | None:
         """The captured step of a size, captured now if it is new. None when that fails or the device captures nothing:
-        then `disabled_reason` is set, and all later steps run eagerly.
+        then `disabled_reason` is set, and all later steps run eagerly; None too for a size in `wrong`.
 
         Args:
             size: to capture.
             batch, rows, at: the step at hand, as for `CapturedStep.run`: a capture may run it first to warm up.
         """
         found = self.buckets.get(size)
-        if found is None:
-            static = padding_batch(size, self.width, self.block_tokens, self.backend.torch_device_indexed)
+        if found is None and size not in self.wrong:
+            device = self.backend.torch_device_indexed
+            static = padding_batch(size, self.width, self.block_tokens, device, self.num_tables)
             more = tuple(r.new_zeros(size.sequences * size.tokens, *r.shape[1:]) for r in rows)
             # Capturing may run the step first: then on the real batch, where that does no harm.
             copy_into(static, batch, at, list(zip(more, rows)))
@@ -210,7 +242,49 @@ class DecodeSteps:
             if graph is None:
                 return None
             found = self.buckets[size] = CapturedStep(static, more, graph)
-        return found
+            self.drop_wrong(batch)
+        return self.buckets.get(size)
+
+    def drop_wrong(self, batch: Batch) -> None:
+        """Compare the newest capture with the step, and the one before it once more, because captures share memory.
+        Those that are wrong are dropped.
+
+        Args:
+            batch: the step at hand, whose blocks keep what they hold.
+        """
+        tables = batch.list_tables()
+        numbers = [*(t.slots // self.block_tokens for t in tables), *(t.block_tables.flatten() for t in tables)]
+        used = torch.cat(numbers).to(HOST).tolist()
+        for size in list(self.buckets)[-2:]:
+            captured = self.buckets[size]
+            replays = 1 if size in self.checked else 2
+            if wrong := self._difference(size, captured, [*dict.fromkeys(b for b in used if b >= 0)], replays):
+                del self.buckets[size]
+                self.wrong[size] = wrong
+                self.on_wrong(size, wrong)
+            self.checked.add(size)
+
+    def _difference(self, size: Size, captured: CapturedStep, used: Sequence[int], replays: int) -> str:
+        """In words, how a capture differs from the step; empty if it does not."""
+        static, rows, generator = captured.batch, captured.rows, torch.Generator().manual_seed(size.sequences)
+
+        def fill(batch: Batch) -> None:
+            random = [torch.randn(batch.tokens, *r.shape[1:], generator=generator).to(r.dtype) for r in rows]
+            copy_into(
+                static, batch, bucket_rows(batch, size.tokens), [(r, x.to(r.device)) for r, x in zip(rows, random)]
+            )
+
+        def of_sequences(results: Results) -> Results:
+            real = static.slots >= 0
+            return [t[real] for t in results]
+
+        def eager() -> Results:
+            return of_sequences(self.step(replace(static), *rows))
+
+        def replay() -> Results:
+            return of_sequences(captured.graph.replay())
+
+        return self.checker.check(size, used, fill, eager, replay, replays=replays)
 
     def size_for(self, batch: Batch) -> Size | None:
         """The size whose capture may run a batch. None (the batch runs eagerly) when it is no decode step, no size
@@ -245,10 +319,11 @@ def why_not_captured(plan: Plan, options: RunnerOptions, part: str = "") -> str:
             continue
         if op.serves_many_queries and variants[above] != name:  # decode steps have no such sequences
             continue
+        where = f" at {site}" if site else ""
         if choice.kernel is None and not choice.children and not op.body_capture_safe:
-            return f"{op.name} at {site} runs on its reference"
+            return f"{op.name}{where} runs on its reference"
         if choice.kernel is not None and not choice.kernel.capture_safe:
-            return f"{choice.kernel.name} at {site} cannot be captured"
+            return f"{choice.kernel.name}{where} cannot be captured"
     return ""
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from inferplane.engine.runner.kv_cache import KV_SHARE, CacheMemory
 from inferplane.engine.runner.model_runner import Runner
+from inferplane.kvcache import blocks_held, widest_window
 
 SCHEMA = 1
 LENGTHS = (1024, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -21,15 +22,19 @@ class Estimate:
         copies: of these, second and further packings of a weight.
         workspace: memory of a step beside weights and cache. An estimate: the residual stream, the widest
             intermediate result twice over, and the logits three times over, for the largest step.
-        block: one block of the KV cache, all layers together.
+        block: one block of the KV cache, in all storages.
         block_tokens: tokens per block.
         memory: the device's memory; None when it is not known.
         max_num_seqs: maximum number of sequences in a step.
         model_positions: maximum number of tokens of a sequence in the model.
         window: the widest attention window of the layers, in tokens; None: a layer attends to all tokens.
         step_tokens: maximum number of tokens in a step.
-        unreleased_window: of a block's bytes, those of layers with a window that keep all tokens, because other layers
-            of the model attend to all (docs/decisions/0013).
+        windows: the same for the layers of each block table of a sequence.
+        table_layers: number of layers of each block table.
+        unreleased_window: of a block's bytes, those of layers with a window that keep all tokens, because they share
+            the table of layers that attend to all.
+        devices: number of devices that share the model; all bytes are those of one of them.
+        devices_needed: number of such devices on which the model fits if it does not fit here; None: unknown, or none.
     """
 
     weights: int
@@ -42,12 +47,21 @@ class Estimate:
     model_positions: int
     window: int | None = None
     step_tokens: int = 0
+    windows: tuple[int | None, ...] = (None,)
+    table_layers: tuple[int, ...] = ()
     unreleased_window: int = 0
+    devices: int = 1
+    devices_needed: int | None = None
 
     @property
     def kv_token(self) -> float:
-        """Bytes of the cache per token."""
-        return self.block / self.block_tokens
+        """Bytes of the cache per token, while no window has passed it."""
+        return self.min_kv_bytes / self.block_tokens
+
+    @property
+    def min_kv_bytes(self) -> int:
+        """Bytes of the smallest cache in which a sequence can run: a block for each of its block tables."""
+        return len(self.windows) * self.block
 
     @property
     def left(self) -> int | None:
@@ -63,16 +77,18 @@ class Estimate:
         block.
         """
         blocks = self.blocks(kv_bytes)
-        memory = CacheMemory(blocks, self.block_tokens, self.block, kv_bytes, self.window)
-        return memory.max_sequence_tokens(self.model_positions, explicit_length=False) if blocks else 0
+        memory = CacheMemory(blocks, self.block_tokens, self.block, kv_bytes, self.windows)
+        enough = blocks >= len(self.windows)
+        return memory.max_sequence_tokens(self.model_positions, explicit_length=False) if enough else 0
 
     def sequences(self, tokens: int, kv_bytes: int) -> int:
         """How many sequences of `tokens` tokens a cache of `kv_bytes` holds at a time."""
-        blocks, need = self.blocks(kv_bytes), -(-tokens // self.block_tokens)
-        if self.window is not None:  # the rest is released meanwhile; in a small cache steps are smaller
-            step = max(1, min(self.step_tokens, (blocks - 1) * self.block_tokens - self.window))
-            need = min(need, -(-(self.window + step) // self.block_tokens) + 1)
-        return blocks // need
+        blocks = self.blocks(kv_bytes)
+        held, most = (blocks_held(self.windows, tokens, n, self.block_tokens) for n in (1, max(1, self.step_tokens)))
+        if blocks < held:
+            return 0
+        # A step's tokens are one sequence's at most, which then holds more of its windows; in a small cache less.
+        return 1 + (blocks - min(blocks, most)) // held
 
     @property
     def default_kv_bytes(self) -> int | None:
@@ -81,13 +97,13 @@ class Estimate:
         """
         if self.memory is None:
             return None
-        maximum = self.max_num_seqs * -(-self.model_positions // self.block_tokens) * self.block
+        maximum = self.max_num_seqs * -(-self.model_positions // self.block_tokens) * self.min_kv_bytes
         return max(0, min(int((self.memory - self.weights) * KV_SHARE), maximum))
 
     @property
     def fits(self) -> bool | None:
-        """Whether a block of the cache fits beside weights and workspace; None if the memory is not known."""
-        return None if self.left is None else self.left >= self.block
+        """Whether the smallest cache fits beside weights and workspace; None if the memory is not known."""
+        return None if self.left is None else self.left >= self.min_kv_bytes
 
     def lengths(self) -> list[int]:
         """Lengths to report: powers of two that the model allows, and its own limit."""
@@ -107,8 +123,11 @@ class Estimate:
             "kv_token_bytes": self.kv_token,
             "kv_window": self.window,
             "kv_whole_windows_bytes": self.unreleased_window,
+            "kv_tables": [{"window": w, "layers": n} for w, n in zip(self.windows, self.table_layers)],
             "memory_bytes": self.memory,
+            "devices": self.devices,
             "fits": self.fits,
+            "devices_needed": self.devices_needed,
             "max_batch": self.max_num_seqs,
             "model_positions": self.model_positions,
             "caches": [],
@@ -134,19 +153,22 @@ def estimate(runner: Runner, memory: int | None, max_num_batched_tokens: int) ->
     vocab, hidden = model.embed.weight.shape
     widths = [w.shape[-2] for w in plan.weights.values() if len(w.shape) > 1 and vocab not in w.shape]
     item = runner.dtype.itemsize
-    windowed = 0 if runner.window is not None else runner.block_bytes(windowed=True)
+    tables = runner.tables
     activations = max_num_batched_tokens * (4 * hidden + 2 * max(widths, default=hidden)) * item
     logits = 3 * min(runner.options.max_num_seqs, max_num_batched_tokens) * vocab * 4
     return Estimate(
         weights=plan.weight_bytes,
-        copies=sum(plan.copied_bytes().values()),
+        copies=sum(plan.count_copied_bytes().values()),
         workspace=activations + logits,
         block=runner.block_bytes(),
         block_tokens=runner.block_tokens,
         memory=memory,
         max_num_seqs=runner.options.max_num_seqs,
         model_positions=runner.max_model_len,
-        window=runner.window,
+        window=widest_window(tables.windows),
         step_tokens=max_num_batched_tokens,
-        unreleased_window=windowed,
+        windows=tables.windows,
+        table_layers=tuple(tables.table_of.count(i) for i in range(tables.num_tables)),
+        unreleased_window=runner.count_unreleased_bytes(),
+        devices=runner.options.ranks,
     )

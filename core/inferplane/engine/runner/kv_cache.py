@@ -9,7 +9,8 @@ import torch
 
 from inferplane.engine.runner.options import RunnerOptions
 from inferplane.errors import CapacityError, UsageError, warn
-from inferplane.kvcache import paged_layout
+from inferplane.kvcache import blocks_held, paged_layout
+from inferplane.kvcache.tables import Windows
 from inferplane.types import Backend, KVLayout, KVRequest
 
 DEFAULT_BLOCK_TOKENS = 64
@@ -59,20 +60,21 @@ class CacheMemory:
     """The number and size of a cache's blocks, and its memory budget; computes how long a sequence may be in it.
 
     Args:
-        blocks: number of blocks. block_tokens: tokens per block. block_bytes: bytes per block, all layers together.
+        blocks: number of blocks. block_tokens: tokens per block. block_bytes: bytes per block, in all storages.
         budget_bytes: maximum size of the cache.
-        window: the widest attention window of the layers, in tokens; None: a layer attends to all tokens.
+        windows: the widest attention window of the layers of each block table, in tokens; None: a layer attends to all
+            tokens.
     """
 
     blocks: int
     block_tokens: int
     block_bytes: int
     budget_bytes: int
-    window: int | None
+    windows: Windows = (None,)
 
     def max_sequence_tokens(self, limit: int, *, explicit_length: bool, explicit_budget: bool = False) -> int:
         """How many tokens a sequence may have in this cache: `limit`, or fewer if the blocks do not hold that many.
-        With a window, a sequence needs only blocks for the window, so `limit` may exceed the cache.
+        Where all layers have a window, a sequence needs only blocks for the windows, so `limit` may exceed the cache.
 
         Args:
             limit: the number of tokens that the model allows, or `max_model_len`.
@@ -87,21 +89,30 @@ class CacheMemory:
                 f"One KV block takes {self.block_bytes} bytes; the cache may take {self.budget_bytes}.",
                 remedy=f"raise kv_cache_bytes: {self.block_tokens} tokens take {self.block_bytes}",
             )
-        held = limit  # at a time: with a window, blocks before it are released
-        if self.window is not None:
-            held = min(held, self.window + 2 * self.block_tokens)
-        if self.blocks * self.block_tokens >= held:
+        if self._max_blocks(limit) <= self.blocks:
             return limit
         if explicit_length:
             raise CapacityError(
-                f"max_model_len = {limit} needs {-(-held // self.block_tokens)} KV blocks of {self.block_bytes} bytes.",
+                f"max_model_len = {limit} needs {self._max_blocks(limit)} KV blocks of {self.block_bytes} bytes.",
                 there_is=f"{self.budget_bytes} bytes for {self.blocks}",
                 remedy="lower max_model_len, or raise kv_cache_bytes",
+            )
+        longest, high = 0, limit - 1
+        while longest < high:  # longer sequences need more blocks
+            middle = (longest + high + 1) // 2
+            longest, high = (middle, high) if self._max_blocks(middle) <= self.blocks else (longest, middle - 1)
+        if not longest:
+            raise CapacityError(
+                f"A sequence has {len(self.windows)} block tables; the cache has {self.blocks} KV blocks.",
+                remedy=f"raise kv_cache_bytes: {len(self.windows)} blocks take {len(self.windows) * self.block_bytes}",
             )
         if explicit_budget:
             warn(
                 f"kv_cache_bytes = {self.budget_bytes} holds {self.blocks} KV blocks of {self.block_bytes} bytes: "
-                f"sequences have at most {self.blocks * self.block_tokens} of the model's {limit} tokens. To do: "
-                "raise kv_cache_bytes."
+                f"sequences have at most {longest} of the model's {limit} tokens. To do: raise kv_cache_bytes."
             )
-        return self.blocks * self.block_tokens
+        return longest
+
+    def _max_blocks(self, tokens: int) -> int:
+        """The largest number of blocks that a sequence holds at a time, if steps are as small as they may be."""
+        return blocks_held(self.windows, tokens, 1, self.block_tokens)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from inferplane.errors import CheckpointError, UsageError
 from inferplane.models import Config, SafetensorsFolder, as_config
+from inferplane.models.reading.names import canonical_names, settle_head
+from inferplane.models.reading.normalize import complaints
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).resolve().parents[2] / "models" / "demo"
 SHIPPED = {DEMO: DEMO_FOLDER, "demo-draft": DEMO_FOLDER / "draft", "demo-eagle": DEMO_FOLDER / "eagle"}
 """Folders by short name: the demo model, and a draft model and an EAGLE head for it."""
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class ModelFiles:
@@ -40,9 +46,9 @@ class ModelFiles:
                         remedy=f"train it with tools/{tool}, or load another model",
                     )
                 raise UsageError(
-                    f"Model {self.name!r} is no folder.",
+                    f"Model {self.name!r} is no folder{_what_it_is(self.name, self.folder)}.",
                     there_is="'demo', which ships with Inferplane, and folders in the Hugging Face layout",
-                    remedy="fetch the model's files first and pass their folder",
+                    remedy=_how_to_get_a_folder(self.name, self.folder),
                 )
             self.config = Config.read(self.folder)
         else:
@@ -53,7 +59,12 @@ class ModelFiles:
     @property
     def has_weights(self) -> bool:
         """Whether the folder holds weights, also pickled ones (which are then refused by name)."""
-        return (self.folder is not None and any(self.folder.glob("*.safetensors*"))) or self._pickled()
+        return self.has_safetensors or self._has_pickled()
+
+    @property
+    def has_safetensors(self) -> bool:
+        """Whether the folder holds weights in files that are read."""
+        return self.folder is not None and any(self.folder.glob("*.safetensors*"))
 
     @property
     def has_tokenizer(self) -> bool:
@@ -61,7 +72,7 @@ class ModelFiles:
         names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
         return self.folder is not None and any((self.folder / name).exists() for name in names)
 
-    def _pickled(self) -> bool:
+    def _has_pickled(self) -> bool:
         """Whether the folder holds weights in pickled files, which are never read."""
         return self.folder is not None and any(p.suffix in (".bin", ".pt", ".pth") for p in self.folder.iterdir())
 
@@ -77,13 +88,38 @@ class ModelFiles:
                 remedy='pass load_format="dummy" for random weights, or a folder with weights',
             )
         if self._source is None:
-            self._source = SafetensorsFolder(self.folder)
+            self._source = SafetensorsFolder(self.folder, partial(canonical_names, config=self.config))
         return self._source
 
+    def config_of_tensors(self) -> Config:
+        """The config, with its output head tied to the embedding or not as the tensors have it (`settle_head`)."""
+        return settle_head(self.config, self.source())
+
     def complaints(self) -> tuple[str, ...]:
-        """Warnings about the tensors' files, a sentence each; none before `source` has opened them."""
-        return () if self._source is None else self._source.complaints
+        """Warnings about the config and, once `source` has opened them, the tensors' files; a sentence each."""
+        found = tuple(f"{self.config.name}: {what}" for what in complaints(self.config))
+        return found if self._source is None else (*found, *self._source.complaints)
 
     def names(self) -> Iterable[str]:
         """Names of the checkpoint's tensors; opens the files if need be."""
         return self.source().names()
+
+
+def _what_it_is(name: str, path: Path) -> str:
+    """What a model is that is no folder, for an error: empty if nothing is known."""
+    if path.suffix == ".gguf":
+        return ", but a GGUF file, which is not read"
+    if path.is_file():
+        return ", but a file"
+    return ", but looks like a name on a hub, and nothing is downloaded" if HUB_NAME.fullmatch(name) else ""
+
+
+def _how_to_get_a_folder(name: str, path: Path) -> str:
+    """What to do about a model that is no folder."""
+    if path.suffix == ".gguf":
+        return "fetch the checkpoint that it was made from, in safetensors, and pass its folder"
+    if path.is_file():
+        return f"pass its folder, {path.parent}"
+    if HUB_NAME.fullmatch(name):
+        return f"fetch it first (`hf download {name} --local-dir FOLDER`) and pass the folder"
+    return "fetch the model's files first and pass their folder"

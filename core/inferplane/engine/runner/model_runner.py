@@ -16,18 +16,21 @@ from inferplane.engine.runner.capture import DecodeSteps, why_not_captured
 from inferplane.engine.runner.kv_cache import KV_SHARE, CacheMemory
 from inferplane.engine.runner.model_files import ModelFiles
 from inferplane.engine.runner.options import Draft, RunnerOptions
-from inferplane.engine.runner.planned_model import PlannedModel, widest_window
+from inferplane.engine.runner.planned_model import PlannedModel
 from inferplane.engine.runner.ranks import Ranks
-from inferplane.errors import UsageError, warn
+from inferplane.errors import CapacityError, UsageError, warn
+from inferplane.kvcache import TablePlan
 from inferplane.models import SafetensorsFolder
 from inferplane.models.families.eagle import WithEagle
-from inferplane.models.registry import resolve
+from inferplane.models.reading.names import check_frequencies
 from inferplane.plugins import Event, PluginHost
 from inferplane.quant import explain_no_savings
-from inferplane.types import Backend, Batch, KVCache, StepKind
+from inferplane.renamed import old_attributes
+from inferplane.types import Backend, Batch, KVCache, Placement, StepKind
 from inferplane.types.batch import make_batch
 
 
+@old_attributes({"offer": "kv_layouts"})
 class Runner(PlannedModel):
     """A model loaded on one device. `open` makes one; `plan_only` stops before anything is allocated.
 
@@ -48,9 +51,10 @@ class Runner(PlannedModel):
     @classmethod
     def plan_only(cls, files: ModelFiles, host: PluginHost, device: str, options: RunnerOptions) -> Runner:
         """A runner that is bound to a device that need not be here, without opening it, reading weights or allocating:
-        for `explain` and `estimate`. It cannot run steps.
+        for `explain` and `estimate`. It cannot run steps. With several `options.ranks` it is the first rank's part.
         """
         runner = cls(files, host, host.backend_for_explain(device), options)
+        runner.placement = Placement.shared(0, options.ranks)
         runner.bind(assumed=True)
         return runner
 
@@ -86,18 +90,23 @@ class Runner(PlannedModel):
             if backend.torch_device_indexed != backend.torch_device:  # numbered devices: each rank takes its own
                 backend = host.backend(device, index=index + ranks.local_rank)
         runner = cls(files, host, backend, options)
-        runner.ranks = ranks
+        if ranks is not None:
+            runner.ranks, runner.placement = ranks, ranks.placement
         try:
             runner._open(progress)
-        except BaseException:
+        except BaseException as error:
             if ranks is not None and not ranks.weight_bytes:
                 ranks.fail()
+            if isinstance(error, MemoryError):
+                what = f"{files.name} cannot be loaded: this process cannot get more memory."
+                remedy = "see `inferplane estimate`; lower kv_cache_bytes, quantize, or raise the process's limit"
+                raise CapacityError(what, remedy=remedy) from error
             raise
         return runner
 
     def _open(self, progress: Callable[[int, int], None] | None) -> None:
         """The phases of `open`, each timed in `spent_s`."""
-        with self.timed("open"):
+        with self.measure_phase("open"):
             self.state = self.host.open(self.backend)
         self.host.emit(Event("device.opened", {"device": self.backend.name, "name": self.state.name}))
         self.bind_and_check()
@@ -107,31 +116,34 @@ class Runner(PlannedModel):
         self._load(progress)
         if self.draft is not None:
             self.draft._load(None)
-        with self.timed("cache"):
+        with self.measure_phase("cache"):
             self._build_cache()
 
     def _load(self, progress: Callable[[int, int], None] | None) -> None:
         """Read and pack the weights, warn about what is odd in them, and link the bound ops with them (`steps`)."""
-        with self.timed("load"), contextlib.ExitStack() as opened:
+        with self.measure_phase("load"), contextlib.ExitStack() as opened:
             source: DummySource | SafetensorsFolder | WithEagle = DummySource()
             if self.options.load_format != "dummy":
                 source = self.files.source()
                 if self.options.eagle is not None:
                     source = WithEagle(source, self.options.eagle.source())
                 opened.enter_context(contextlib.closing(source))
-            readers = {name: resolve(target) for name, target in self.host.quantization().items()}
+            for what in self.files.complaints():
+                warn(what)
             self.loaded = load(
                 self.plan,
                 source if isinstance(source, DummySource) else self.view(source),
                 self.backend.torch_device_indexed,
-                readers={**readers, **self.readers},
+                readers=self.readers,
                 progress=progress,
                 ignore=self.ignored,
             )
+            if not isinstance(source, DummySource):
+                check_frequencies(self.files.config, self.files.source(), self.loaded.ignored)
         warnings = explain_no_savings(self.plan, self.options.quantization)
-        for what in (*warnings, *self.files.complaints(), *self.loaded.complaints(self.files.name)):
+        for what in (*warnings, *self.loaded.complaints(self.files.name)):
             warn(what)
-        with self.timed("link"):
+        with self.measure_phase("link"):
             self.steps = link(self.plan, self.loaded.packed)
 
     def _bind_draft(self, draft: Draft) -> Runner:
@@ -161,9 +173,9 @@ class Runner(PlannedModel):
     # -- cache
 
     @property
-    def window(self) -> int | None:
-        """The widest attention window of all layers, those of a draft model included; None: one attends to all."""
-        return widest_window(self.kv_requests() + (self.draft.kv_requests() if self.draft is not None else []))
+    def tables(self) -> TablePlan:
+        """See `PlannedModel.tables`; a draft model's layers read the first table."""
+        return super().tables if self.draft is None else self._deal_layers(self.draft.kv_requests())
 
     def _build_cache(self) -> None:
         """Build the cache, and the draft model's: as many blocks as the budget holds of both together, and no more than
@@ -173,11 +185,12 @@ class Runner(PlannedModel):
         budget = self.options.kv_cache_bytes
         if budget is None:
             budget = int(self.backend.memory().free_bytes * KV_SHARE)
-        max_blocks = math.ceil(self.max_model_len / self.block_tokens) * self.options.max_num_seqs
+        windows = self.windows
+        max_blocks = len(windows) * math.ceil(self.max_model_len / self.block_tokens) * self.options.max_num_seqs
         blocks = min(budget // block_bytes, max_blocks)
         if self.ranks is not None:
             blocks = self.ranks.agree(blocks, self._facts(), self.loaded.nbytes)
-        memory = CacheMemory(blocks, self.block_tokens, block_bytes, budget, self.window)
+        memory = CacheMemory(blocks, self.block_tokens, block_bytes, budget, windows)
         limit, options = self.max_model_len, self.options
         self.max_model_len = memory.max_sequence_tokens(
             limit,
@@ -186,11 +199,25 @@ class Runner(PlannedModel):
         )
         self.limited_by_cache = self.max_model_len < limit
         for runner in filter(None, (self, self.draft)):
-            requests, limit = runner.kv_requests(), runner.max_model_len
-            runner.cache = self.backend.build_kv_cache(requests, runner.plan.layouts, blocks, runner.dtype)
-            sizes = bucket_sizes(runner.plan, runner.options, limit, self.backend.memory().free_bytes)
+            limit, free_bytes = runner.max_model_len, self.backend.memory().free_bytes
+            runner.cache = runner._allocate(blocks)
+            sizes = bucket_sizes(runner.plan, runner.options, limit, free_bytes, runner.cache.num_tables)
             reason = why_not_captured(runner.plan, runner.options)
-            runner.decode = DecodeSteps(self.backend, runner.run_eagerly, runner.cache, limit, sizes, reason)
+            vocab, step, report = runner.model.vocab, runner.run_eagerly, self.report_wrong_capture
+            num_tables = runner.cache.num_tables
+            runner.decode = DecodeSteps(
+                self.backend, step, runner.cache, limit, sizes, reason, vocab, report, num_tables
+            )
+
+    def _allocate(self, blocks: int) -> KVCache:
+        """The cache, whose layers share storages as their tables allow."""
+        tables = self.tables
+        made = self.backend.build_kv_cache(tables.storages, self.plan.layouts, blocks, self.dtype)
+        if tables.num_tables == 1:
+            return made
+        stored = [made.layers[storage] for storage in tables.storage_of]
+        layers = [kv if kv.request == r else kv.share(r) for kv, r in zip(stored, self.kv_requests())]
+        return replace(made, layers=tuple(layers), tables=tables.table_of)
 
     def _facts(self) -> tuple[object, ...]:
         """What must be equal on all ranks, so that they run the same steps."""

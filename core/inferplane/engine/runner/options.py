@@ -8,11 +8,25 @@ from dataclasses import dataclass, field
 import torch
 
 from inferplane.engine.runner.model_files import ModelFiles
-from inferplane.errors import UsageError
+from inferplane.errors import UsageError, warn
+from inferplane.renamed import old_names
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SPELLINGS = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+"""Other names of dtypes, in configs and options."""
+WIDER = {"float64": "float32", "double": "float32"}
+"""Dtypes of checkpoints that are computed in another one."""
 
 
+@old_names(
+    {
+        "kv_dtype": "kv_cache_dtype",
+        "max_batch": "max_num_seqs",
+        "copies": "max_repacked_fraction",
+        "drafts": "num_drafts",
+        "drafting_layer": "has_draft_layer",
+    }
+)
 @dataclass(frozen=True)
 class RunnerOptions:
     """How to bind and load one model. `EngineOptions` says what each field means that users set.
@@ -69,14 +83,37 @@ class Draft:
 
 
 def resolve_dtype(requested: str | torch.dtype, files: ModelFiles) -> torch.dtype:
-    """The dtype to compute in: the requested one; for "auto" that of the checkpoint's config, float32 if it names none.
+    """The dtype to compute in: the requested one; for "auto" that of the checkpoint's config, or if that names none,
+    that of its first tensor; float32 if there are none.
+
+    Warns if most of the tensors have another dtype than the first one, or the checkpoint's dtype is not computed in.
 
     Raises:
-        UsageError: the name is not one of `DTYPES`.
+        UsageError: the name is not one of `DTYPES` or `SPELLINGS`.
+        CheckpointError: the tensors' files are damaged.
     """
     name = str(requested).removeprefix("torch.")
     if name == "auto":
-        name = str(files.config.get("dtype") or files.config.get("torch_dtype") or "float32").removeprefix("torch.")
+        stated = files.config.get("dtype") or files.config.get("torch_dtype")
+        if stated in (None, "auto"):
+            stated = _dtype_of_tensors(files) if files.has_safetensors else None
+        name = str(stated or "float32").removeprefix("torch.")
+        if name in WIDER:
+            warn(f"{files.name} is in {name}, which is not computed in: it is computed in {WIDER[name]}.")
+        name = WIDER.get(name, name)
+    name = SPELLINGS.get(name, name)
     if name not in DTYPES:
         raise UsageError(f"dtype = {name!r}.", there_is=f"auto, {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def _dtype_of_tensors(files: ModelFiles) -> torch.dtype | None:
+    """The dtype of a checkpoint whose config names none, chosen as transformers does; warns of a mixture."""
+    first, main = files.source().first_dtype(), files.source().main_dtype()
+    if first != main:
+        warn(
+            f"{files.config.name} names no dtype, and most of the tensors are in {str(main).removeprefix('torch.')}: "
+            f"that of the first one counts, {str(first).removeprefix('torch.')}, as in transformers. Pass dtype=... to "
+            "choose."
+        )
+    return first

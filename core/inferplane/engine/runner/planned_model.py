@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from inferplane.binding import Options, Plan, PlanSettings, Verdict, bind, explain, explain_text, read_lock, run_canary
 from inferplane.binding.layout_canary import check_layout
-from inferplane.engine.runner.buckets import bucket_sizes
+from inferplane.binding.old_names import current_kernel_names
+from inferplane.engine.runner.buckets import Size, bucket_sizes
 from inferplane.engine.runner.capture import DecodeSteps, why_not_captured, why_not_captured_together
 from inferplane.engine.runner.kv_cache import kv_layouts_for
 from inferplane.engine.runner.model_files import ModelFiles
 from inferplane.engine.runner.options import RunnerOptions, resolve_dtype
 from inferplane.engine.runner.ranks import Ranks
 from inferplane.errors import BindError, UsageError, warn
+from inferplane.kvcache import TablePlan, deal_layers, single_table
 from inferplane.models import Build, build
 from inferplane.models.families.eagle import with_eagle
 from inferplane.ops import CausalLM
@@ -27,24 +31,28 @@ from inferplane.quant import (
     formats_read_by_row,
     latent_formats,
     latent_request,
+    open_format,
     quantize_on_load,
     read_quant_config,
 )
-from inferplane.types import Backend, DeviceState, Kernel, KVLayout, KVRequest, Placement
+from inferplane.types import Backend, DeviceState, Kernel, KVLayout, KVRequest, Placement, WeightFormat
 
 
 class CapturedSpeculation(Protocol):
-    """Runs steps together with a draft layer, by replaying a capture; `disabled_reason`, in words, if it does not."""
+    """Runs steps together with a draft layer, by replaying a capture; `disabled_reason`, in words, if it does not, and
+    `wrong`, the reasons why some captures are not used."""
 
     disabled_reason: str
+    wrong: dict[Any, str]
 
 
 class PlannedModel:
     """A model bound to the kernels of one device.
 
     Attributes: `backend`; `state`, None if the device was not opened; `plan`; `max_model_len`; `verdicts` of the
-    canary; `ranks`, the processes that share the model, None for one; `decode`, which runs decode steps, and
-    `captured_speculation`, which runs them together with a draft layer: both None before the model is loaded.
+    canary; `placement`, the part of the model; `ranks`, the processes that share the model, None for one; `decode`,
+    which runs decode steps, and `captured_speculation`, which runs them together with a draft layer: both None before
+    the model is loaded.
     """
 
     def __init__(self, files: ModelFiles, host: PluginHost, backend: Backend, options: RunnerOptions) -> None:
@@ -52,6 +60,7 @@ class PlannedModel:
         self.dtype = resolve_dtype(options.dtype, files)
         self.state: DeviceState | None = None
         self.ranks: Ranks | None = None
+        self.placement = Placement()
         self.decode: DecodeSteps | None = None
         self.captured_speculation: CapturedSpeculation | None = None
         self.verdicts: list[Verdict] = []
@@ -67,9 +76,10 @@ class PlannedModel:
             limit = options.max_model_len
         self.max_model_len: int = limit or 4096
         self.kernels = host.kernels(backend)
+        self.pins = current_kernel_names(options.ops, self.kernels)
 
     @contextlib.contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
+    def measure_phase(self, phase: str) -> Iterator[None]:
         """Measure the seconds that the block takes, and store them in `spent_s` under the name of the phase."""
         begun = time.perf_counter()
         yield
@@ -81,9 +91,9 @@ class PlannedModel:
         """Bind, then try the chosen KV layouts and kernels on the opened device (the canary) and replace those that are
         wrong. No weights are read. Warns about hot ops without a fast kernel; emits the event "plan.bound".
         """
-        with self.timed("bind"):
+        with self.measure_phase("bind"):
             self.bind(assumed=False)
-        with self.timed("canary"):
+        with self.measure_phase("canary"):
             self._check_layouts()
             self._run_canary()
         if left := self.plan.hot_references():
@@ -102,20 +112,23 @@ class PlannedModel:
             assumed: the device is not here (`explain` for another machine): its kernels are assumed to be available.
         """
         names = None if self.options.load_format == "dummy" or not self.files.has_weights else set(self.files.names())
-        scheme, config = self.options.quantization, self.files.config
+        scheme, config = (
+            self.options.quantization,
+            self.files.config if names is None else self.files.config_of_tensors(),
+        )
         settings = self._settings(assumed)
         if scheme is None:
-            found = read_quant_config(config.get("quantization_config"), names)
+            formats = {name: partial(self._open_format, name) for name in self.host.quantization()}
+            found = read_quant_config(config.get("quantization_config"), names, formats, self.host.vacant_formats())
         else:
             request = latent_request(config)
             layouts = [x.name for x in self.kv_layouts(request)] if request is not None else []
-            found = quantize_on_load(scheme, config, latent_formats(self.kernels, settings, layouts, self.options.ops))
+            found = quantize_on_load(scheme, config, latent_formats(self.kernels, settings, layouts, self.pins))
         self.readers, self.view = {**READERS, **found.readers}, found.view
-        placement = Placement() if self.ranks is None else self.ranks.placement
-        rows = formats_read_by_row(self.kernels, settings) if self.ranks is None else frozenset()
+        rows = formats_read_by_row(self.kernels, settings) if self.placement == Placement() else frozenset()
         unread, length = list(found.unread), self.max_model_len
         plans = Build(
-            config, placement, found.format_of, length, self.options.mtp, unread, found.activation_quants, rows
+            config, self.placement, found.format_of, length, self.options.mtp, unread, found.activation_quants, rows
         )
         self.model: CausalLM = build(plans, self.host.models())
         self.ignored = plans.ignored
@@ -130,6 +143,10 @@ class PlannedModel:
             )
         self._choose_kernels(assumed=assumed)
 
+    def _open_format(self, method: str, settings: Mapping[str, Any]) -> WeightFormat:
+        """The weight format that a plugin registered for a quantization method."""
+        return open_format(self.host.quantization()[method], settings, partial(self.host.fail_format, method))
+
     def _settings(self, assumed: bool) -> PlanSettings:
         """What binding needs to know of the device: that of `options.arch` if given, else of the opened device, else
         the backend's first architecture.
@@ -143,13 +160,14 @@ class PlannedModel:
 
     def _choose_kernels(self, *, assumed: bool) -> None:
         """Bind the tree of ops anew, by the options' pins, the lock file's choices and the kernels demoted so far."""
-        choices = read_lock(self.options.lock, self.fingerprint()) if self.options.lock else {}
+        locked = read_lock(self.options.lock, self.fingerprint()) if self.options.lock else {}
+        choices = current_kernel_names(locked, self.kernels)
         self.plan: Plan = bind(
             self.model,
             self.kernels,
             self._settings(assumed),
             self.kv_layouts,
-            options=Options(self.options.ops, choices, self.demoted),
+            options=Options(self.pins, choices, self.demoted),
             strict=self.options.strict,
         )
 
@@ -205,6 +223,14 @@ class PlannedModel:
                 )
             self._choose_kernels(assumed=False)
 
+    def report_wrong_capture(self, size: Size, reason: str) -> None:
+        """Warn of a captured step that replays wrongly and is not used, and emit the event "capture.dropped"."""
+        warn(
+            f"Backend.capture of device {self.backend.name!r} is wrong, so such steps run eagerly: of {size.sequences} "
+            f"sequences with {size.tokens} token(s) each, {reason}."
+        )
+        self.host.emit(Event("capture.dropped", {"device": self.backend.name, **size._asdict(), "reason": reason}))
+
     def _describe(self, kernel: Kernel) -> str:
         """A kernel, its op, its device and its origin, for a warning."""
         origin = self.host.origin(kernel, self.backend)
@@ -239,51 +265,76 @@ class PlannedModel:
         return [layer.kv_requests()[0] for layer in (*self.model.layers, *self.model.mtp)]
 
     @property
-    def window(self) -> int | None:
-        """The widest attention window of all layers, in tokens; None: a layer attends to all tokens."""
-        return widest_window(self.kv_requests())
+    def tables(self) -> TablePlan:
+        """Which block table each layer reads, and where its entries lie. A draft model has one table."""
+        if self.options.block_tokens is not None:
+            return single_table(self.kv_requests(), reason="a draft model has one block table")
+        return self._deal_layers(())
 
-    def block_bytes(self, *, windowed: bool = False) -> int:
-        """Bytes per KV block, for all layers together; `windowed`: only for those with an attention window."""
-        requests = [r for r in self.kv_requests() if r.window is not None or not windowed]
-        return sum(self.plan.layouts[r].bytes_per_block(r, self.dtype) for r in requests)
+    def _deal_layers(self, also: Sequence[KVRequest]) -> TablePlan:
+        """`deal_layers`, for the layouts of the plan; `also`: the layers of a draft model."""
+        requests, count = self.kv_requests(), len(self.model.layers)
+
+        def form(request: KVRequest) -> tuple[KVRequest, str, int]:
+            layout = self.plan.layouts[request]
+            return replace(request, window=None), layout.name, layout.bytes_per_block(request, self.dtype)
+
+        return deal_layers(requests[:count], requests[count:], also, form)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The widest attention window of the layers of each block table, in tokens; None: a layer attends to all."""
+        return self.tables.windows
+
+    def block_bytes(self) -> int:
+        """Bytes per KV block, in all storages."""
+        return sum(self.plan.layouts[r].bytes_per_block(r, self.dtype) for r in self.tables.storages)
+
+    def count_unreleased_bytes(self) -> int:
+        """Bytes per KV block of layers with a window whose table keeps all tokens."""
+        tables = self.tables
+        unreleased = [
+            r for r, table in zip(self.kv_requests(), tables.table_of) if tables.windows[table] is None and r.window
+        ]
+        return sum(self.plan.layouts[r].bytes_per_block(r, self.dtype) for r in unreleased)
 
     # -- explaining
 
     def explain(self) -> dict[str, Any]:
         """The plan and the captured decode steps as JSON-ready data (docs/schemas/explain.json)."""
-        return {**explain(self.plan, self.files.name), "decode_steps": captured_steps(self)}
+        return {**explain(self.plan, self.files.name), **self._describe_steps_and_tables()}
 
     def explain_text(self, *, verbose: bool = False) -> str:
         """The plan and the captured decode steps as text, in the words of `inferplane explain`; captures are left out
         where there are none. `verbose` adds every rejected kernel with its reason.
         """
-        steps = captured_steps(self)
-        return explain_text(self.plan, self.files.name, verbose=verbose, decode_steps=steps)
+        return explain_text(self.plan, self.files.name, verbose=verbose, **self._describe_steps_and_tables())
+
+    def _describe_steps_and_tables(self) -> dict[str, Any]:
+        return {"kv_tables": self.tables.data(), "decode_steps": describe_captured_steps(self)}
 
 
-def widest_window(requests: Sequence[KVRequest]) -> int | None:
-    """The widest attention window of some layers, in tokens; None: one of them attends to all tokens."""
-    windows = [r.window for r in requests]
-    return None if None in windows else max((w for w in windows if w is not None), default=0)
-
-
-def captured_steps(planned: PlannedModel) -> dict[str, Any]:
+def describe_captured_steps(planned: PlannedModel) -> dict[str, Any]:
     """The `decode_steps` of `explain`: the sizes of captured decode steps; `off`, the reason why none are captured, in
-    words, "" where they are.
+    words, "" where they are; `wrong`, the sizes whose captures replay wrongly and are not used, if there are any.
 
     Where a layer of the model drafts, `drafting_layer` is the reason why its drafts are not captured together with the
     step; empty where they are.
     """
-    sizes = bucket_sizes(planned.plan, planned.options, planned.max_model_len)
+    sizes = bucket_sizes(planned.plan, planned.options, planned.max_model_len, num_tables=len(planned.windows))
     off = why_not_captured(planned.plan, planned.options)
     if planned.decode is not None:
         sizes, off = planned.decode.sizes, planned.decode.disabled_reason
     if not off and type(planned.backend).capture is Backend.capture:
         off = "the device captures no steps"
     data = {**sizes.data(), "off": off}
+    if planned.decode is not None and planned.decode.wrong:
+        data["wrong"] = [{**size._asdict(), "reason": reason} for size, reason in planned.decode.wrong.items()]
     if not planned.options.has_draft_layer:
         return data
     together = planned.captured_speculation
-    apart = why_not_captured_together(planned.plan, planned.options) if together is None else together.disabled_reason
+    if together is None:
+        apart = why_not_captured_together(planned.plan, planned.options)
+    else:
+        apart = together.disabled_reason or next(iter(together.wrong.values()), "")
     return {**data, "drafting_layer": off or apart}

@@ -171,7 +171,7 @@ class Ranks:
             while (step := self._receive()) is not None:
                 yield step
         except RuntimeError as error:
-            sys.stderr.write(f"Rank {self.rank} ends: rank 0 is gone ({str(error).splitlines()[0]}).\n")
+            sys.stderr.write(f"Rank {self.rank} ends: rank 0 has ended ({str(error).splitlines()[0]}).\n")
             raise SystemExit(1) from error
         finally:
             for number, how in handlers.items():
@@ -216,30 +216,33 @@ class Ranks:
 def encode_batch(batch: Batch, block_tokens: int) -> list[int]:
     """A batch as integers; `decode_queries` returns the queries that it was made from.
 
-    Layout: number of sequences; for each its new tokens, tokens before, blocks, logit rows (-1: all); then the
-    token ids, then the blocks.
+    Layout: number of sequences, and of block tables; for each sequence its new tokens, tokens before, blocks per table,
+    logit rows (-1: all); then the token ids, then the blocks of each sequence, table after table.
     """
     lens = batch.lens()
     ids = batch.ids.to(HOST).tolist()
-    tables = batch.block_tables.to(HOST).tolist()
+    tables = [t.block_tables.to(HOST).tolist() for t in batch.list_tables()]
     logit_rows = None if batch.logit_rows is None else batch.logit_rows.to(HOST).tolist()
     heads: list[int] = []
     blocks: list[int] = []
     for i, total in enumerate(lens.seq_lens):
         start, stop = lens.query_start[i], lens.query_start[i + 1]
-        mine = tables[i][: -(-total // block_tokens)]
+        count = -(-total // block_tokens)
         num_logits = -1 if logit_rows is None else sum(start <= row < stop for row in logit_rows)
-        heads += (stop - start, total - (stop - start), len(mine), num_logits)
-        blocks += mine
-    return [len(lens.seq_lens), *heads, *ids, *blocks]
+        heads += (stop - start, total - (stop - start), count, num_logits)
+        for table in tables:
+            blocks += table[i][:count]
+    return [len(lens.seq_lens), len(tables), *heads, *ids, *blocks]
 
 
 def decode_queries(message: Sequence[int]) -> list[Query]:
     """The queries that a batch was made from, out of the integers of `encode_batch`."""
-    heads = [message[1 + 4 * i : 5 + 4 * i] for i in range(message[0])]
-    ids_at = [*accumulate((h[0] for h in heads), initial=1 + 4 * message[0])]
-    blocks_at = [*accumulate((h[2] for h in heads), initial=ids_at[-1])]
-    return [
-        Query(message[i : i + n], before, message[b : b + count], None if rows < 0 else rows)
-        for (n, before, count, rows), i, b in zip(heads, ids_at, blocks_at)
-    ]
+    sequences, num_tables = message[:2]
+    heads = [message[2 + 4 * i : 6 + 4 * i] for i in range(sequences)]
+    ids_at = [*accumulate((h[0] for h in heads), initial=2 + 4 * sequences)]
+    blocks_at = [*accumulate((h[2] * num_tables for h in heads), initial=ids_at[-1])]
+    queries = []
+    for (n, before, count, rows), i, start in zip(heads, ids_at, blocks_at):
+        blocks, *more_blocks = [message[b : b + count] for b in range(start, start + count * num_tables, count)]
+        queries.append(Query(message[i : i + n], before, blocks, None if rows < 0 else rows, more_blocks))
+    return queries

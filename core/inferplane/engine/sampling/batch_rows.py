@@ -143,7 +143,7 @@ def sampler_inputs(rows: Sequence[BatchRow], vocab: int, device: Any) -> Sampler
         _groups(rows, vocab, seeds, positions),
         _penalties(rows),
         _bias(rows),
-        _banned(rows, vocab, stuck),
+        _ban_end_tokens(rows, vocab, stuck),
         masks,
         np.array(with_logprobs, np.int64) if with_logprobs else None,
     )
@@ -240,7 +240,7 @@ def _masks(rows: Sequence[BatchRow]) -> tuple[tuple[np.ndarray, np.ndarray] | No
     return (np.array(list(masked), np.int64), np.stack(list(masked.values()))), stuck
 
 
-def _banned(rows: Sequence[BatchRow], vocab: int, stuck: set[int]) -> tuple[np.ndarray, np.ndarray] | None:
+def _ban_end_tokens(rows: Sequence[BatchRow], vocab: int, stuck: set[int]) -> tuple[np.ndarray, np.ndarray] | None:
     """The field `banned` of `SamplerInputs`: the end tokens of rows before `min_tokens`, except the rows in `stuck`."""
     early = [i for i, r in enumerate(rows) if r.position < r.params.min_tokens and i not in stuck]
     pairs = [(i, token) for i in early for token in rows[i].end_ids if token < vocab]

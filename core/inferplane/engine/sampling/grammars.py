@@ -5,11 +5,16 @@ matcher works on bytes, so it supports any byte-level tokenizer, and tokens that
 
 JSON may have at most `MAX_SPACES` characters of white space in a row: some models otherwise emit it for ever.
 
+A matcher's lexer grows with the texts it follows, and `deep_copy` shares it: the growth would stay as long as any copy,
+and one sequence could use up the states of another. So every sequence has a matcher of its own, whose memory goes with
+it, and the cache remembers only which constraints compile. `grammar_check.LIMITS` bounds one matcher.
+
 Source: https://github.com/guidance-ai/llguidance, docs/syntax.md and docs/json_schema.md.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 import sys
@@ -21,15 +26,19 @@ from typing import Any
 
 from inferplane.engine.request.constraint import Constraint, first_lines
 from inferplane.engine.request.params import SamplingParams
+from inferplane.engine.sampling.grammar_check import LIMITS
 from inferplane.engine.sampling.grammar_sandbox import GrammarSandbox
-from inferplane.errors import UsageError
+from inferplane.engine.sampling.grammar_tokens import TextTokens
+from inferplane.errors import UsageError, install_hint, sentence
 
 COMPILE_S = 2.0
 """Maximum seconds to compile one constraint."""
-MAX_CACHED = 64
-"""Maximum number of compiled and of rejected constraints in the cache."""
+MAX_CACHED = 1024
+"""Maximum number of accepted and of rejected constraints that are remembered, each in some hundred bytes."""
 REJECT_TTL_S = 60.0
 """How long a timed-out constraint stays on the reject list before it is tried again: the machine may have been busy."""
+TOO_COMPLEX = re.compile(r"too (complex|many|large|big|deeply)|more than \d+ MiB|longer than [\d.]+ seconds", re.I)
+"""What errors about a constraint that is valid, but exceeds a limit, have in common."""
 NO_TEXT = "NoExtensionBias"
 """llguidance's error for a grammar that no token can begin."""
 _POSITION = re.compile(r"^at \d+\(\d+\):\s*")
@@ -48,8 +57,12 @@ JSON_OPTIONS = {
 }
 
 
+_Verdict = tuple[str, float]
+"""The error of a constraint, or "" if it compiles, and the monotonic time at which that expires."""
+
+
 class Grammars:
-    """Compiles constraints for one model, and caches them. Its methods may be called from any thread.
+    """Compiles constraints for one model, and remembers which compile. Its methods may be called from any thread.
 
     Args:
         tokenizer: a fast tokenizer of transformers, a `tokenizers.Tokenizer`, or its JSON text.
@@ -67,7 +80,7 @@ class Grammars:
         except ImportError as error:
             raise UsageError(
                 "Constrained output needs the package llguidance, which is not installed.",
-                remedy="pip install 'inferplane[constrained]'",
+                remedy=install_hint("constrained"),
             ) from error
         self._end_ids = frozenset(i for i in end_ids if i < vocab)
         if not self._end_ids:
@@ -75,44 +88,56 @@ class Grammars:
         self._vocab, self._compile_s = vocab, compile_s
         self._text = _tokenizer_text(tokenizer)
         try:
-            self._tokenizer = llguidance.LLTokenizer(self._text, n_vocab=vocab, eos_token=sorted(self._end_ids))
+            end_ids = sorted(self._end_ids)
+            own = llguidance.LLTokenizer(self._text, n_vocab=vocab, eos_token=end_ids)
+            tokens: Any = TextTokens(own, self._text, end_ids)
+            self._tokenizer = llguidance.LLTokenizer(tokens, n_vocab=vocab, eos_token=end_ids)
         except ValueError as error:
             raise UsageError(f"llguidance cannot use this model's tokenizer: {error}.") from error
         self._llguidance: Any = llguidance
-        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._limits = llguidance.LLParserLimits(**LIMITS)
         self._lock = threading.Lock()  # guards the cache
         self._compiling = threading.Lock()  # guards the sandbox
-        self._cache: OrderedDict[tuple[str, str], Any] = OrderedDict()  # a matcher, or an error and when it expires
+        self._cache: OrderedDict[bytes, _Verdict] = OrderedDict()
         self._sandbox: GrammarSandbox | None = None
 
     def start(self, params: SamplingParams) -> Constraint | None:
         """The initial state of the constraint in the parameters, for one sequence; None when they hold none.
 
-        Compiling takes up to some seconds, unless the constraint is in the cache; one is compiled at a time, and other
-        callers wait. The first call starts the sandbox process. Rejected constraints are cached too.
+        A constraint that is not remembered is tried out first, which takes up to some seconds; one is tried at a time,
+        and other callers wait. The first call starts the sandbox process. Rejected constraints are remembered too.
 
         Raises:
             UsageError: the constraint is not valid, not supported, or too complex.
         """
         if params.constraint is None:
             return None
-        found = self._cached(params.constraint)
-        if found is None:
+        kind, text = params.constraint
+        key = hashlib.sha256(f"{kind}:{text}".encode(errors="surrogatepass")).digest()
+        verdict = self._find_cached(key)
+        if verdict is None:
             with self._compiling:
-                found = self._cached(params.constraint)  # another thread may have compiled it meanwhile
-                if found is None:
-                    found = self._compile(*params.constraint)
+                verdict = self._find_cached(key)  # another thread may have tried it meanwhile
+                if verdict is None:
+                    verdict = self._compile(kind, text)
                     with self._lock:
-                        self._cache[params.constraint] = found
+                        self._cache[key] = verdict
                         if len(self._cache) > MAX_CACHED:
                             self._cache.popitem(last=False)
-        if isinstance(found, tuple):
-            kind = params.constraint[0]
-            why = "no text fits it" if found[0] == NO_TEXT else found[0]
-            if kind != "grammar":  # the position refers to a grammar that was made of it
-                why = _POSITION.sub("", why)
-            raise UsageError(f"The {kind} is refused: {why}.", remedy=_MENDED[kind])
-        return Constraint(found.deep_copy(), self._end_ids, -(-self._vocab // 32))
+        error = verdict[0]
+        if not error:
+            grammar = self._grammar(kind, text)
+            make = self._llguidance.LLMatcher
+            matcher = _on_large_stack(lambda: make(self._tokenizer, grammar, log_level=0, limits=self._limits))
+            error = first_lines(matcher.get_error())
+            if not error:
+                return Constraint(matcher, self._end_ids, -(-self._vocab // 32))
+        why = "no text fits it" if error == NO_TEXT else error
+        if kind != "grammar":  # the position refers to a grammar that was made of it
+            why = _POSITION.sub("", why)
+        if TOO_COMPLEX.search(why):
+            raise UsageError(sentence(f"The {kind} is refused as too complex: {why}"), remedy=f"simplify the {kind}")
+        raise UsageError(sentence(f"The {kind} is refused: {why}"), remedy=_MENDED[kind])
 
     def close(self) -> None:
         """End the sandbox process, waiting for a compilation that runs. A later `start` starts another."""
@@ -121,29 +146,28 @@ class Grammars:
                 self._sandbox.close()
                 self._sandbox = None
 
-    def _cached(self, constraint: tuple[str, str]) -> Any:
-        """The cached matcher of a constraint, or its error and when that expires; None if there is none, or if it
-        expired.
-        """
+    def _find_cached(self, key: bytes) -> _Verdict | None:
+        """What is remembered of a constraint; None if there is nothing, or if it expired."""
         with self._lock:
-            found = self._cache.get(constraint)
-            if isinstance(found, tuple) and found[1] < time.monotonic():
-                del self._cache[constraint]
+            found = self._cache.get(key)
+            if found is not None and found[1] < time.monotonic():
+                del self._cache[key]
                 return None
             if found is not None:
-                self._cache.move_to_end(constraint)
+                self._cache.move_to_end(key)
             return found
 
-    def _compile(self, kind: str, text: str) -> Any:
-        """Compile a constraint, first in the sandbox: a matcher, or the error and the monotonic time at which it
-        expires.
-        """
+    def _grammar(self, kind: str, text: str) -> str:
+        """A constraint as llguidance's grammar; ValueError if it is none."""
         make = self._llguidance.LLMatcher
+        if kind == "json_schema":
+            return str(make.grammar_from_json_schema(text, overrides=JSON_OPTIONS))
+        return str((make.grammar_from_regex if kind == "regex" else make.grammar_from_lark)(text))
+
+    def _compile(self, kind: str, text: str) -> _Verdict:
+        """Compile a constraint in the sandbox, and forget the result: only whether it compiles is of interest."""
         try:
-            if kind == "json_schema":
-                grammar = make.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
-            else:
-                grammar = (make.grammar_from_regex if kind == "regex" else make.grammar_from_lark)(text)
+            grammar = self._grammar(kind, text)
         except ValueError as problem:
             return first_lines(str(problem)), math.inf
         if self._sandbox is None:
@@ -153,10 +177,7 @@ class Grammars:
         if not self._sandbox.alive:
             self._sandbox = None
             return error, time.monotonic() + REJECT_TTL_S
-        if error:
-            return first_lines(error), math.inf
-        matcher = _on_large_stack(lambda: make(self._tokenizer, grammar, log_level=0, limits=self._limits))
-        return (first_lines(matcher.get_error()), math.inf) if matcher.is_error() else matcher
+        return first_lines(error), math.inf
 
 
 def _tokenizer_text(tokenizer: Any) -> str:

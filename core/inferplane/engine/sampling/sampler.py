@@ -33,7 +33,7 @@ from inferplane.engine.sampling.batch_rows import (
     sampler_inputs,
 )
 from inferplane.engine.sampling.logprobs import Logprobs, score
-from inferplane.ops.sampling import WEIGHT_BITS, filtered_weights, invert, stable_topk
+from inferplane.ops.sampling import WEIGHT_BITS, compute_filtered_weights, invert, stable_topk
 from inferplane.types import HOST
 
 NOT_FINITE = "the model's logits hold NaN or infinity"
@@ -180,7 +180,7 @@ def _rows_of_group(group: RowGroup, at: slice) -> RowGroup:
 def _distribution(x: torch.Tensor, group: RowGroup) -> torch.Tensor:
     """The distribution of each row of a group, float32 `[n, V]`, from their logits `[n, V]`."""
     entries, listed = stable_topk(x, group.candidates) if group.kind == SHORT else (x, None)
-    weights, ids = filtered_weights(entries, group.temperature, group.top_k, group.top_p, group.min_p)
+    weights, ids = compute_filtered_weights(entries, group.temperature, group.top_k, group.top_p, group.min_p)
     p = weights.float() / weights.sum(-1, keepdim=True).float()
     if ids is None:
         return p

@@ -3,19 +3,21 @@
 The rules: sequences that decode come first, so that a long prompt never stalls them; prompts share the rest of the
 token budget, chunk by chunk; new sequences join while the limits and the free blocks allow, in order of priority, then
 of the tenant that runs least, then of arrival. When blocks run out, the sequence that is last in this order releases
-all its blocks and is computed again later; its entries stay in the prefix cache until their blocks are needed. If every
-layer attends to a window, blocks before all windows are released as a sequence grows.
+all its blocks and is computed again later; its entries stay in the prefix cache until their blocks are needed. Blocks
+that the windows of all their layers have passed are released as a sequence grows.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from inferplane.engine.request.state import Request
+from inferplane.engine.schedule.tables import SequenceTables
 from inferplane.errors import CapacityError, UsageError
 from inferplane.kvcache import BlockAllocator, block_hashes
+from inferplane.kvcache.tables import Windows
 from inferplane.types import FEW_TOKENS
 from inferplane.types.batch import Query
 
@@ -74,7 +76,10 @@ class Scheduler:
         limits: of a step and of the queue.
         root: `tenant -> bytes`, the parent of the first block's hash; None: prefixes are not reused.
         lookahead: tokens after a block that its hash covers too, because its entries depend on them.
-        window: the widest attention window of the layers, in tokens; None: a layer attends to all tokens.
+        windows: the widest attention window of the layers of each block table, in tokens; None: a layer attends to all
+            tokens.
+
+    Attributes: `tables`, the sequences' blocks; its `extend`, `extend_all` and `release_beyond` are here too.
     """
 
     def __init__(
@@ -84,15 +89,12 @@ class Scheduler:
         limits: Limits,
         root: Callable[[str], bytes] | None = None,
         lookahead: int = 0,
-        window: int | None = None,
+        windows: Windows = (None,),
     ) -> None:
         self.allocator, self.block_tokens, self.limits, self.root = allocator, block_tokens, limits, root
-        self.lookahead, self.window = lookahead, window
-        self.max_chunk_tokens = limits.max_num_batched_tokens
-        if window is not None and limits.max_model_len > allocator.total * block_tokens:
-            # If the cache cannot hold a full sequence, cap a chunk at the space left beside the attention window, minus
-            # one partially used block.
-            self.max_chunk_tokens = max(1, min(self.max_chunk_tokens, (allocator.total - 1) * block_tokens - window))
+        self.lookahead, self.tables = lookahead, SequenceTables(allocator, block_tokens, windows)
+        self.extend, self.extend_all = self.tables.extend, self.tables.extend_all
+        self.release_beyond, self.blocks_for = self.tables.release_beyond, self.tables.blocks_for
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.preemptions = 0
@@ -100,10 +102,6 @@ class Scheduler:
         self.prefix_hits_tokens = 0
         self._arrivals = 0
         self._alive: set[int | str] = set()
-
-    def blocks_for(self, tokens: int) -> int:
-        """The number of blocks that `tokens` tokens need."""
-        return -(-tokens // self.block_tokens)
 
     def check(self, prompt_tokens: int, max_tokens: int) -> None:
         """Check the lengths of a request before it is queued (prompt, and most generated tokens); nothing changes.
@@ -117,9 +115,7 @@ class Scheduler:
                 f"{'cache' if self.limits.limited_by_cache else 'model'}'s {self.limits.max_model_len} tokens.",
                 remedy=f"shorten the prompt, lower max_tokens, or {self.limits.length_remedy}",
             )
-        need = self.blocks_for(prompt_tokens + max_tokens - 1)
-        if self.window is not None:  # blocks held at a time: a window, a step's tokens, and one partially used block
-            need = min(need, self.blocks_for(self.window + self.max_chunk_tokens) + 1)
+        need = self.tables.max_blocks(prompt_tokens + max_tokens - 1, 1)
         if need > self.allocator.total:
             raise CapacityError(
                 f"A request of up to {prompt_tokens + max_tokens - 1} tokens needs {need} KV blocks.",
@@ -130,6 +126,12 @@ class Scheduler:
             raise CapacityError(
                 f"{len(self.waiting)} requests are waiting already.", remedy="try again later, or raise max_waiting"
             )
+
+    def max_chunk_tokens(self, tokens: int) -> int:
+        """The largest number of tokens that a step computes of a sequence of `tokens` tokens. Where the cache holds the
+        sequence only because windows pass, its chunks have to fit beside the windows.
+        """
+        return self.tables.max_step_tokens(tokens, self.limits.max_num_batched_tokens)
 
     def add(self, request: Request) -> None:
         """Queue a request behind those that wait; it gets blocks when a step takes it up.
@@ -143,6 +145,7 @@ class Scheduler:
         self.check(len(request.prompt), request.params.max_tokens)
         self._arrivals += 1
         request.arrival = self._arrivals
+        request.max_chunk_tokens = self.max_chunk_tokens(request.max_cached_tokens)
         self._alive.add(request.request_id)
         self.waiting.append(request)
 
@@ -160,7 +163,7 @@ class Scheduler:
                 continue  # it waits for the next step, or was preempted for another sequence
             if request.remaining > 1:
                 budget -= self._add_drafts(chosen, budget)  # before prompts, whose chunks use up the budget
-            count = min(request.remaining, budget, self.max_chunk_tokens)
+            count = min(request.remaining, budget, request.max_chunk_tokens)
             if count and self._reserve(request, request.computed + count, chosen):
                 chosen[id(request)] = ScheduledChunk(request, count)
                 budget -= count
@@ -168,8 +171,10 @@ class Scheduler:
         joined = 0 if self.preemptions == before else self.limits.max_new_sequences  # a preempted sequence waits a step
         while budget and joined < self.limits.max_new_sequences and len(self.running) < self.limits.max_num_seqs:
             candidate = self._next_waiting()
-            max_tokens = min(budget, self.max_chunk_tokens)
-            if candidate is None or not self._join(candidate, max_tokens):
+            if candidate is None:
+                break
+            max_tokens = min(budget, candidate.max_chunk_tokens)
+            if not self._join(candidate, max_tokens):
                 break
             joined += 1
             count = min(candidate.remaining, max_tokens)
@@ -207,25 +212,14 @@ class Scheduler:
     def _join(self, request: Request, max_tokens: int) -> bool:
         """Run a waiting sequence with a first chunk of up to `max_tokens` tokens, and give it blocks: cached ones for
         its known prefix, new ones for the rest. False, and nothing changes, if too few are free.
-
-        With a window, new blocks for the first step only: blocks that leave the window are free for the next step.
         """
-        found: list[int] = []
+        usable: list[bytes] = []
         if self.root is not None and not request.needs_every_row:
             self._hash(request, request.tokens)
             # At least one token must be computed, for its logits.
             usable = request.hashes[: (request.tokens - 1) // self.block_tokens]
-            found = self.allocator.acquire_prefix(usable)
-        known = len(found) * self.block_tokens
-        unused = self._num_out_of_window(known)  # found but not needed: they must not occupy blocks that are
-        self.allocator.release(found[:unused])
-        tokens = request.tokens if self.window is None else min(request.tokens, known + max_tokens)
-        need = self.blocks_for(tokens) - len(found)
-        if need > self.allocator.available:
-            self.allocator.release(found[unused:])
+        if not self.tables.admit(request, usable, max_tokens):
             return False
-        request.blocks = [0] * unused + found[unused:] + self.allocator.allocate(need)
-        request.computed, request.released_blocks = known, unused
         if request.preemptions == 0:
             request.cached_tokens = request.computed
             self.prefix_queries_tokens += request.tokens
@@ -242,38 +236,6 @@ class Scheduler:
             parent = request.hashes[-1] if request.hashes else self.root(request.tenant)
             known = request.slice(done, tokens + self.lookahead)
             request.hashes += block_hashes(parent, known, self.block_tokens, lookahead=self.lookahead)
-
-    def _num_out_of_window(self, computed: int) -> int:
-        """How many leading blocks no layer will read again once `computed` tokens are computed."""
-        return 0 if self.window is None else max(0, computed + 1 - self.window) // self.block_tokens
-
-    def _release_all(self, request: Request) -> None:
-        """Release all blocks of a sequence."""
-        self.allocator.release(request.blocks[request.released_blocks :])
-        request.blocks, request.released_blocks = [], 0
-
-    def extend(self, request: Request, tokens: int) -> bool:
-        """Give a sequence blocks for `tokens` tokens in all; False, and nothing is taken, if too few are free."""
-        need = self.blocks_for(tokens) - len(request.blocks)
-        if need > self.allocator.available:
-            return False
-        if need > 0:
-            request.blocks += self.allocator.allocate(need)
-        return True
-
-    def extend_all(self, lengths: Sequence[tuple[Request, int]]) -> bool:
-        """`extend` for several sequences, each with its number of tokens: all get their blocks, or none (False)."""
-        if sum(max(0, self.blocks_for(tokens) - len(r.blocks)) for r, tokens in lengths) > self.allocator.available:
-            return False
-        return all(self.extend(r, tokens) for r, tokens in lengths)
-
-    def release_beyond(self, request: Request, tokens: int) -> int:
-        """Release the blocks after those that hold a sequence's first `tokens` tokens; returns how many."""
-        surplus = request.blocks[self.blocks_for(tokens) :]
-        if surplus:
-            del request.blocks[-len(surplus) :]
-            self.allocator.release(surplus)
-        return len(surplus)
 
     def _reserve(self, request: Request, tokens: int, chosen: dict[int, ScheduledChunk]) -> bool:
         """Give a sequence blocks for `tokens` tokens. If too few are free, take back blocks of drafts, then preempt
@@ -297,13 +259,13 @@ class Scheduler:
             if surplus := self.release_beyond(r, r.tokens + drafts):
                 freed += surplus
                 # The draft model may have written their entries there, and would expect them in new blocks.
-                del r.drafts[len(r.blocks) * self.block_tokens - r.tokens :]
+                del r.drafts[min(len(t.blocks) for t in r.tables) * self.block_tokens - r.tokens :]
         return freed
 
     def preempt(self, request: Request) -> None:
         """Release all blocks and drafts of a running sequence; it waits, and is computed again from its tokens."""
         self.running.remove(request)
-        self._release_all(request)
+        self.tables.release_all(request)
         request.computed, request.drafts = 0, []
         request.preemptions += 1
         self.preemptions += 1
@@ -317,11 +279,11 @@ class Scheduler:
         for s in chosen:
             r = s.request
             ids = [*r.slice(r.computed, r.computed + s.count), *s.drafts]
-            blocks = r.blocks[: self.blocks_for(r.computed + s.rows)]
+            blocks, *more_blocks = self.tables.first_blocks(r, r.computed + s.rows)
             num_logits: int | None = 1 + len(s.drafts) if s.samples_next else 0
             if r.params.prompt_logprobs is not None and r.computed < len(r.prompt) and not r.generated:
                 num_logits = None
-            out.append(Query(ids, r.computed, blocks, num_logits))
+            out.append(Query(ids, r.computed, blocks, num_logits, more_blocks))
         return out
 
     # -- after a step
@@ -339,26 +301,23 @@ class Scheduler:
             full = request.computed // self.block_tokens
             self._hash(request, request.computed)
             first = (request.computed - chunk.count - accepted) // self.block_tokens
-            for i in range(first, full):
-                self.allocator.publish(request.blocks[i], request.hashes[i])
+            if full > first:
+                self.tables.publish(request, first, full)
 
     def release_out_of_window(self, request: Request) -> None:
-        """Release the blocks that no layer will read again; they stand as 0 in the block table. None without a window.
+        """Release the blocks that the windows of all their layers have passed. None without a window.
 
         Call it only after the step: the draft model still reads the chunk's early rows, which need blocks the last row
         no longer does.
         """
-        count = self._num_out_of_window(request.computed)
-        if request in self.running and count > request.released_blocks:
-            self.allocator.release(request.blocks[request.released_blocks : count])
-            request.blocks[request.released_blocks : count] = [0] * (count - request.released_blocks)
-            request.released_blocks = count
+        if self.tables.windowed and request in self.running:
+            self.tables.release_out_of_window(request)
 
     def remove(self, request: Request) -> None:
         """Remove a request that ended, running or waiting, and release its blocks; its id may be used again."""
         if request in self.running:
             self.running.remove(request)
-            self._release_all(request)
+            self.tables.release_all(request)
             request.drafts = []
         elif request in self.waiting:
             self.waiting.remove(request)

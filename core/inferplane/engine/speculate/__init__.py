@@ -1,7 +1,7 @@
 """Speculative decoding: a proposer drafts tokens, the next step verifies them for all sequences together."""
 
 from inferplane.engine.speculate.adaptive import AdaptiveLength
-from inferplane.engine.speculate.config import METHODS, SpeculativeConfig, with_draft
+from inferplane.engine.speculate.config import SpeculativeConfig, with_draft
 from inferplane.engine.speculate.network import DraftLayerProposer, DraftModelProposer
 from inferplane.engine.speculate.ngram import NgramProposer, ngram_drafts
 from inferplane.engine.speculate.proposer import Proposer, VerifiedChunk
@@ -9,7 +9,6 @@ from inferplane.engine.speculate.speculator import Speculator
 from inferplane.engine.speculate.verify import Verified, needs_probabilities, verify
 
 __all__ = [
-    "METHODS",
     "AdaptiveLength",
     "DraftLayerProposer",
     "DraftModelProposer",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,17 +17,19 @@ import torch
 
 from inferplane.engine.request.state import Request
 from inferplane.engine.runner.buckets import Size
-from inferplane.engine.runner.capture import DecodeSteps, capture, padding_batch
+from inferplane.engine.runner.capture import DecodeSteps, bucket_rows, capture, copy_into, padding_batch
 from inferplane.engine.sampling.batch_rows import GREEDY, sampling_kind
 from inferplane.engine.sampling.sampler import NOT_FINITE
 from inferplane.engine.schedule.scheduler import ScheduledChunk, Scheduler
 from inferplane.engine.speculate.adaptive import AdaptiveLength
 from inferplane.engine.speculate.verify_and_draft import CaptureForm, StepTensors, VerifyAndDraft
-from inferplane.types import HOST
+from inferplane.types import HOST, Batch
+from inferplane.types.batch import TableRows
 
 NUMBERS = ("rows", "drafts_if_accepted", "drafts_if_rejected", "max_new_rows", "kind", "seed", "generated", "top_k")
 SHARES = ("temperature", "top_p", "min_p")
 """Fields of `StepTensors` in int64 and in float32, one number per sequence."""
+WRONG = "its capture replays wrongly"
 
 
 class DraftedStep(NamedTuple):
@@ -51,17 +54,18 @@ class InputBucket:
     graphs: dict[CaptureForm, Any]
 
     @classmethod
-    def of(cls, size: Size, width: int, block_tokens: int, device: str) -> InputBucket:
-        """New tensors for a size, holding padding only, and no capture yet; block tables have `width` blocks of
-        `block_tokens` tokens, which hold the longest sequence.
+    def of(cls, size: Size, width: int, block_tokens: int, device: str, num_tables: int) -> InputBucket:
+        """New tensors for a size, holding padding only, and no capture yet; the `num_tables` block tables of a sequence
+        have `width` blocks of `block_tokens` tokens, which hold the longest sequence.
         """
         n, rows = size.sequences, size.sequences * size.tokens
-        numbers = torch.zeros(3 * rows + len(NUMBERS) * n, dtype=torch.int64, device=device)
+        numbers = torch.zeros((2 + num_tables) * rows + len(NUMBERS) * n, dtype=torch.int64, device=device)
         shares = torch.ones(len(SHARES) * n, dtype=torch.float32, device=device)
-        ids, positions, slots, *more = numbers.split([rows] * 3 + [n] * len(NUMBERS))
-        batch = replace(
-            padding_batch(size, width, block_tokens, device), ids=ids, positions=positions, slots=slots.fill_(-1)
-        )
+        ids, positions, *parts = numbers.split([rows] * (2 + num_tables) + [n] * len(NUMBERS))
+        slots, more = [part.fill_(-1) for part in parts[:num_tables]], parts[num_tables:]
+        empty = padding_batch(size, width, block_tokens, device, num_tables)
+        tables = (TableRows(s, t.block_tables) for s, t in zip(slots[1:], empty.more_tables))
+        batch = replace(empty, ids=ids, positions=positions, slots=slots[0], more_tables=tuple(tables))
         return cls(StepTensors(batch, **dict(zip((*NUMBERS, *SHARES), (*more, *shares.split(n))))), numbers, shares, {})
 
 
@@ -75,8 +79,8 @@ class CapturedSteps:
         lengths: how many drafts sequences get.
         disabled_reason: why nothing is captured, in words; empty to capture.
 
-    Attributes: `disabled_reason`; `replayed`, the number of replayed steps; `fallbacks`, the number of others, by the
-    reason.
+    Attributes: `disabled_reason`; `wrong`, how captures that are not used differ from their step; `replayed`, the
+    number of replayed steps; `fallbacks`, the number of others, by the reason.
     """
 
     def __init__(
@@ -89,6 +93,9 @@ class CapturedSteps:
     ) -> None:
         self.function, self.scheduler, self.lengths = function, scheduler, lengths
         self.backend, self.sizes, self.width = decode.backend, decode.sizes, decode.width
+        self.num_tables = decode.num_tables
+        self.checker, self.on_wrong = decode.checker, decode.on_wrong
+        self.wrong: dict[tuple[Size, CaptureForm], str] = {}
         self.disabled_reason = disabled_reason
         self.buckets: dict[Size, InputBucket] = {}
         self.replayed = 0
@@ -112,7 +119,7 @@ class CapturedSteps:
         if table is None:
             for s in chosen:
                 self.scheduler.release_beyond(s.request, s.request.tokens + len(s.drafts))
-            self.fallbacks[why or self.disabled_reason] += 1
+            self.fallbacks[why or self.disabled_reason or WRONG] += 1
             return None
         self.replayed += 1
         if not all(finite for _, finite, *_ in table):
@@ -124,45 +131,61 @@ class CapturedSteps:
         """The table's rows of the step's sequences (`VerifyAndDraft`); None if the step cannot be captured."""
         bucket = self.buckets.get(size)
         if bucket is None:
-            device = self.backend.torch_device_indexed
-            bucket = self.buckets[size] = InputBucket.of(size, self.width, self.function.block_tokens, device)
+            device, block_tokens = self.backend.torch_device_indexed, self.function.block_tokens
+            bucket = self.buckets[size] = InputBucket.of(size, self.width, block_tokens, device, self.num_tables)
         kinds = self._fill(bucket, size, chosen)
         form = CaptureForm(max(1, *(self._max_drafts(s) for s in chosen)), kinds)
         graph = bucket.graphs.get(form)
+        if graph is None and (size, form) not in self.wrong:
+            graph = self._capture(size, form, bucket, chosen)
+            self._fill(bucket, size, chosen)
         if graph is None:
-            inputs = bucket.inputs
-            graph, self.disabled_reason = capture(
-                self.backend, lambda b: (self.function(replace(inputs, batch=b), form),), inputs.batch
-            )
-            if graph is None:
-                self.buckets.clear()
-                return None
-            bucket.graphs[form] = graph
+            return None
         (table,) = graph.replay()
         rows: list[list[int]] = table[: len(chosen)].to(HOST).tolist()
         return rows
+
+    def _capture(self, size: Size, form: CaptureForm, bucket: InputBucket, chosen: Sequence[ScheduledChunk]) -> Any:
+        """A new capture, which is in `bucket.graphs` too; None if the device makes none, or a wrong one."""
+        inputs, block_tokens = bucket.inputs, self.function.block_tokens
+        graph, self.disabled_reason = capture(
+            self.backend, lambda b: (self.function(replace(inputs, batch=b), form),), inputs.batch
+        )
+        if graph is None:
+            self.buckets.clear()
+            return None
+        tables = [(s.request.computed // block_tokens, t.blocks) for s in chosen for t in s.request.tables]
+        written = [block for first, blocks in tables for block in blocks[first:]]
+        used = dict.fromkeys((*written, *(block for _, blocks in tables for block in blocks)))
+        if wrong := self._difference(size, inputs, form, graph, [*used]):
+            self.wrong[size, form] = wrong
+            self.on_wrong(size, wrong)
+            return None
+        bucket.graphs[form] = graph
+        return graph
 
     def _fill(self, bucket: InputBucket, size: Size, chosen: Sequence[ScheduledChunk]) -> tuple[int, ...]:
         """Copy a step into a bucket's tensors and pad the rest; returns the distinct sampling kinds of its rows,
         rising.
         """
         n, width, block_tokens = size.sequences, size.tokens, self.function.block_tokens
-        rows = np.zeros((3, n * width), np.int64)
-        rows[2] = -1
+        rows = np.zeros((2 + self.num_tables, n * width), np.int64)
+        rows[2:] = -1
         numbers = np.zeros((len(NUMBERS), n), np.int64)
         shares = np.ones((len(SHARES), n), np.float32)
         lens = np.zeros(n, np.int32)
-        tables = np.zeros((n, max(len(s.request.blocks) for s in chosen)), np.int32)
+        longest = max(len(t.blocks) for s in chosen for t in s.request.tables)
+        tables = np.zeros((self.num_tables, n, longest), np.int32)
         for i, s in enumerate(chosen):
             r, p = s.request, s.request.params
             at = slice((i + 1) * width - s.rows, (i + 1) * width)
             positions = np.arange(r.computed, r.computed + s.rows)
-            tables[i, : len(r.blocks)] = r.blocks
-            rows[:, at] = (
-                [r.generated[-1], *s.drafts],
-                positions,
-                tables[i, positions // block_tokens].astype(np.int64) * block_tokens + positions % block_tokens,
-            )
+            rows[:2, at] = [r.generated[-1], *s.drafts], positions
+            for number, table in enumerate(r.tables):
+                own = tables[number, i]
+                own[: len(table.blocks)] = table.blocks
+                blocks = own[positions // block_tokens].astype(np.int64)
+                rows[2 + number, at] = blocks * block_tokens + positions % block_tokens
             lens[i] = r.computed + s.rows
             kind = sampling_kind(p, self.function.sampler.vocab)
             if_accepted, if_rejected = self._lengths(s)
@@ -179,8 +202,50 @@ class CapturedSteps:
         if kinds != (GREEDY,):
             bucket.shares.copy_(torch.from_numpy(shares.reshape(-1)), non_blocking=True)
         batch.seq_lens.copy_(torch.from_numpy(lens), non_blocking=True)
-        batch.block_tables[:, : tables.shape[1]].copy_(torch.from_numpy(tables), non_blocking=True)
+        for target, numbers_of_blocks in zip(batch.list_tables(), tables):
+            target.block_tables[:, :longest].copy_(torch.from_numpy(numbers_of_blocks), non_blocking=True)
         return kinds
+
+    def _difference(self, size: Size, inputs: StepTensors, form: CaptureForm, graph: Any, used: Sequence[int]) -> str:
+        """In words, how a capture differs from its function (`CaptureChecker.check`); empty if it does not. Random
+        sequences are sampled in the ways of the form; `inputs` are the capture's, and hold one of them afterwards.
+        """
+        generator = torch.Generator().manual_seed(form.drafts)
+
+        def fill(batch: Batch) -> None:
+            copy_into(inputs.batch, batch, bucket_rows(batch, size.tokens))
+            starts = batch.lens().query_start
+            # Sequences that share slots are equal in everything.
+            draws = {slot: torch.rand(6, generator=generator) for slot in batch.slots.to(HOST).tolist()}
+            slots = batch.slots.to(HOST).tolist()
+            values = (
+                np.zeros((len(NUMBERS), size.sequences), np.int64),
+                np.ones((len(SHARES), size.sequences), np.float32),
+            )
+            for i, (start, stop) in enumerate(pairwise(starts)):
+                a, b, c, d, e, f = draws[slots[start]].tolist()
+                rows, kind = stop - start, form.kinds[int(a * len(form.kinds))]
+                drafts = round(b * form.drafts), round(c * form.drafts)
+                values[0][:, i] = rows, *drafts, rows + form.drafts, kind, int(d * 1e9), int(e * 99), 1 + int(f * 9)
+                values[1][:, i] = 0.5 + a, 0.5 + b / 2, c / 9
+            for name, value in zip((*NUMBERS, *SHARES), (*values[0], *values[1])):
+                getattr(inputs, name).copy_(torch.from_numpy(value))
+
+        def defined(table: torch.Tensor) -> tuple[torch.Tensor]:
+            """Entries of the table that are defined, the others 0."""
+            counts = table[:, :1]
+            drafts = torch.where(counts[:, 0] == inputs.rows, inputs.drafts_if_accepted, inputs.drafts_if_rejected)
+            index, first = torch.arange(table.shape[1], device=table.device), 2 + size.tokens
+            known = (index < 2 + counts) | ((index >= first) & (index < first + drafts[:, None]))
+            return (torch.where(known, table, 0)[inputs.rows > 0],)
+
+        def eager() -> tuple[torch.Tensor]:
+            return defined(self.function(replace(inputs, batch=replace(inputs.batch)), form))
+
+        def replay() -> tuple[torch.Tensor]:
+            return defined(*graph.replay())
+
+        return self.checker.check(size, used, fill, eager, replay, form.drafts - 1)
 
     def _lengths(self, s: ScheduledChunk) -> tuple[int, int]:
         """The number of drafts of a sequence if all of this step's are accepted, and if one is rejected."""

@@ -6,21 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from inferplane.engine.request.arguments import as_integer, current_names
+from inferplane.engine.request.arguments import DRAFT_ALIASES, DRAFT_METHODS, as_integer, current_names
 from inferplane.engine.runner.model_files import ModelFiles
 from inferplane.engine.runner.options import Draft, RunnerOptions
 from inferplane.errors import UsageError
-from inferplane.types.renamed import old_names
+from inferplane.renamed import old_attributes, old_names
 
-Method = Literal["ngram", "draft_model", "mtp", "eagle"]
 VerifyStrategy = Literal["rejection", "target_match", "greedy", "topp"]
 AcceptPolicy = Literal["normal", "accept_all", "reject_all"]
 
 MAX_SPECULATIVE_TOKENS = 7
 """A sequence with a decode token and this many drafts still counts as one with few query tokens."""
 
-METHODS: tuple[Method, ...] = get_args(Method)
-METHOD_ALIASES = {"inference_with_reference": "ngram", "draft": "draft_model"}
 OLD_NAMES = {
     "speculate_method": "method",
     "speculate_max_draft_token_num": "num_speculative_tokens",
@@ -34,6 +31,7 @@ OLD_NAMES = {
 """Names of the fields until 0.2, which are the source system's (`serving/source_names.py`); they go with 0.3."""
 
 
+@old_attributes({"keys_next_token": "hash_covers_next_token"})
 @old_names(OLD_NAMES)
 @dataclass(frozen=True)
 class SpeculativeConfig:
@@ -74,9 +72,9 @@ class SpeculativeConfig:
     draft_kv_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "method", METHOD_ALIASES.get(self.method, self.method))
+        object.__setattr__(self, "method", DRAFT_ALIASES.get(self.method, self.method))
         strategies, policies = get_args(VerifyStrategy), get_args(AcceptPolicy)
-        for name, known in (("method", METHODS), ("verify_strategy", strategies), ("accept_policy", policies)):
+        for name, known in (("method", DRAFT_METHODS), ("verify_strategy", strategies), ("accept_policy", policies)):
             if getattr(self, name) not in known:
                 raise UsageError(f"{name} = {getattr(self, name)!r}.", there_is=", ".join(known))
         ranges = (
@@ -113,7 +111,8 @@ class SpeculativeConfig:
         if odd := [name for name in named if name not in known]:
             raise UsageError(f"speculative_config names {odd[0]!r}.", there_is=", ".join(known))
         if not isinstance(named.get("method"), str):
-            raise UsageError(f"speculative_config has method = {named.get('method')!r}.", there_is=", ".join(METHODS))
+            method = named.get("method")
+            raise UsageError(f"speculative_config has method = {method!r}.", there_is=", ".join(DRAFT_METHODS))
         for name, number in named.items():
             if type(known[name]) is int:
                 as_integer(name, number, 0)

@@ -125,18 +125,18 @@ class NetworkProposer(Proposer):
             tokens: int64 `[sequences]`, the first draft of each.
             hidden: `[T, D]`, hidden states of the first forward.
         """
-        longest, ends = max(lengths), [r.computed + self.own_tokens for r in requests]
+        longest, positions = max(lengths), [r.computed + self.own_tokens for r in requests]
         if longest == 1:
             return tokens[:, None]
         # Rows preceding each first draft; every later forward advances them by one token.
         queries = [
-            Query([0], end - 1, self.blocks(r.blocks, end + n - 1)) for r, end, n in zip(requests, ends, lengths)
+            Query([0], end - 1, self.blocks(r.blocks, end + n - 1)) for r, end, n in zip(requests, positions, lengths)
         ]
         batch = make_batch(queries, block_tokens=self.block_tokens, device=self.device)
-        batch = replace(batch, max_seq_tokens=max(end + n - 1 for end, n in zip(ends, lengths)))
+        batch = replace(batch, max_seq_tokens=max(end + n - 1 for end, n in zip(positions, lengths)))
         starts = tuple(range(len(requests) + 1))
         lens = [
-            HostLens(starts, tuple(end + done if done < n else 0 for end, n in zip(ends, lengths)))
+            HostLens(starts, tuple(end + done if done < n else 0 for end, n in zip(positions, lengths)))
             for done in range(1, longest)
         ]
         if self.uses_hidden:
@@ -197,7 +197,8 @@ class DraftLayerProposer(NetworkProposer):
         self.kv = kv = cache.layers[len(runner.model.layers) + index]
         self.layer: Forward = lambda batch, hidden: layers[batch.kind](hidden, batch, kv)
         reason = why_not_captured(runner.plan, runner.options, "mtp")
-        self.steps = DecodeSteps(runner.backend, self.layer, cache, runner.max_model_len, decode.sizes, reason)
+        limit, vocab, report = runner.max_model_len, runner.model.vocab, runner.report_wrong_capture
+        self.steps = DecodeSteps(runner.backend, self.layer, cache, limit, decode.sizes, reason, vocab, report)
 
     def first_input(self, index: int, chunk: VerifiedChunk, max_drafts: int) -> ForwardInput:
         """All accepted rows of the sequence, with the token after each: the layer's entries for them were computed from

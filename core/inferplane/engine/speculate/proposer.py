@@ -21,7 +21,7 @@ class VerifiedChunk:
         rows: rows that count: known tokens and accepted drafts.
         num_drafts: drafts that it had in the step.
         num_accepted: how many of them were accepted.
-        blocks: its blocks in the step; the request itself has none any more if it ended.
+        blocks: its blocks of the first table in the step; the request itself has none any more if it ended.
     """
 
     request: Request

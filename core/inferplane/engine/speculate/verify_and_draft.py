@@ -148,7 +148,7 @@ class VerifyAndDraft:
         of their sequence, then once more for each further draft. `hidden` are the model's, `lengths` `[B]` the drafts
         of each sequence.
         """
-        batch, accepted = inputs.batch, verified.counts
+        batch, accepted = replace(inputs.batch, more_tables=()), verified.counts  # the layer reads the first table
         count, tokens = verified.tokens.shape
         start = torch.arange(0, count * tokens, tokens, device=hidden.device)[:, None]
         index = torch.arange(tokens, device=hidden.device)[None]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from inferplane.kernels.composed.padding import pad_rows, round_up_rows
-from inferplane.ops import hidden_pairs
+from inferplane.ops import mask_pairs
 from inferplane.types import Batch, Kernels, LayerKV, When
 
 KERNELS = Kernels()
@@ -71,7 +71,7 @@ def attention(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Te
         skipped = view.kv.blocks_before_window(m, n, kv.block_tokens)
         n -= skipped * kv.block_tokens
         k, v = (t.to(q.dtype).transpose(0, 1) for t in kv.read(table[skipped:], n))
-        seen = None if m == 1 and (window is None or window >= n) else ~hidden_pairs(m, n, window, q.device)
+        seen = None if m == 1 and (window is None or window >= n) else ~mask_pairs(m, n, window, q.device)
         if m <= 8:
             rows = q[a:b].view(m, g, h // g, -1).permute(1, 0, 2, 3).reshape(g, m * (h // g), -1)
             mask = None if seen is None else seen.repeat_interleave(h // g, 0)
@@ -81,6 +81,51 @@ def attention(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Te
             causal = m == n and window is None
             o = attend(q[a:b].transpose(0, 1), k, v, seen, causal=causal, scale=view.scale)
             out[a:b] = o.transpose(0, 1)
+    return out
+
+
+MAX_SCORES = 2**24
+"""Scores that `attention_forms` holds at a time, in float32: 64 MiB."""
+
+
+def _has_other_scores(op: Any) -> bool:
+    return op.sinks is not None or op.softcap is not None
+
+
+OTHER_SCORES = When(
+    dtypes=ANY.dtypes,
+    needs=(("sinks or a soft cap", _has_other_scores),),
+    extensions=("attention.sinks", "attention.softcap"),
+)
+
+
+@KERNELS("attention", "torch_scores", when=OTHER_SCORES, needs_host_lens=True)
+def attention_forms(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """The op `attention` with sinks or a soft cap, which torch's fused call does not have: scores, softmax and sums in
+    float32, query rows in parts whose scores fit `MAX_SCORES`, each with the keys that its window can see.
+    """
+    h, g, window = view.heads, view.kv.heads, view.kv.window
+    sinks = None if view.sinks is None else view.sinks.float().view(g, h // g, 1, 1)
+    out = q.new_empty(q.shape[0], h, view.kv.v_dim)
+    for a, b, n, table in batch.rows():
+        skipped = view.kv.blocks_before_window(b - a, n, kv.block_tokens)
+        n -= skipped * kv.block_tokens
+        k, v = (t.float().transpose(0, 1)[:, None] for t in kv.read(table[skipped:], n))  # [g, 1, n, d]
+        hidden = mask_pairs(b - a, n, window, q.device)
+        step = max(1, MAX_SCORES // (h * n))
+        for first in range(0, b - a, step):
+            last = min(first + step, b - a)
+            low = 0 if window is None else max(0, n - (b - a) + first - window + 1)
+            high = n - (b - a) + last
+            rows = q[a + first : a + last].float().view(last - first, g, h // g, -1).permute(1, 2, 0, 3)
+            s = rows @ k[:, :, low:high].transpose(-1, -2) * view.scale
+            if view.softcap is not None:
+                s = torch.tanh(s / view.softcap) * view.softcap
+            s = s.masked_fill(hidden[first:last, low:high], -torch.inf)
+            if sinks is not None:
+                s = torch.cat((s, sinks.expand(-1, -1, last - first, 1)), -1)
+            o = s.softmax(-1)[..., : high - low] @ v[:, :, low:high]
+            out[a + first : a + last] = o.permute(2, 0, 1, 3).reshape(last - first, h, -1).to(q.dtype)
     return out
 
 
@@ -112,7 +157,7 @@ def expand_and_attend(
         width = d.nope + d.rope
         v = F.pad(v, (0, width - d.value)) if d.value < width else v
         causal = b - a == n and d.value <= width
-        seen = None if causal else ~hidden_pairs(b - a, n, None, q.device)
+        seen = None if causal else ~mask_pairs(b - a, n, None, q.device)
         o = attend(q[a:b].transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), seen, causal=causal, scale=view.scale)
         out[a:b] = o.transpose(0, 1)[..., : d.value]
     return out
@@ -140,7 +185,7 @@ def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
     for a, b, n, table in batch.rows():
         c = kv.read(table, n)[0].to(q.dtype)[None]
         m = b - a
-        mask = None if m == 1 else (~hidden_pairs(m, n, None, q.device)).repeat_interleave(d.heads, 0)
+        mask = None if m == 1 else (~mask_pairs(m, n, None, q.device)).repeat_interleave(d.heads, 0)
         # V is the first part of K; passing K for V keeps the widths equal, as the fused call requires.
         o = attend(q[a:b].reshape(1, m * d.heads, -1), c, c, mask, causal=False, scale=view.scale)
         mid[a:b] = o.view(m, d.heads, -1)[..., : d.latent]

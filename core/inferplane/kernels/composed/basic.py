@@ -18,11 +18,11 @@ FLOAT32 = Packing("float32", lambda w: w.float())
 
 
 def _is_plain(op: Any) -> bool:
-    return op.out_dtype is None and op.act is None
+    return op.out_dtype is None and op.activation_quant is None
 
 
 def _has_float32_result(op: Any) -> bool:
-    return op.out_dtype is torch.float32 and op.act is None
+    return op.out_dtype is torch.float32 and op.activation_quant is None
 
 
 ONE_RANK = When(FLOATS, needs=(("one rank", lambda op: op.reduce is None),))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from inferplane.kernels.composed.padding import pad_rows
-from inferplane.ops import MoERoute
+from inferplane.ops import MoERoute, clamp_gate
 from inferplane.types import Kernels, When
 
 KERNELS = Kernels()
@@ -27,10 +28,38 @@ def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Te
     and only chosen experts are read; two products per expert; results are added up by token in float32. Waits for the
     device, to know how many rows each expert has.
     """
+
+    def compute_expert(e: int, rows: torch.Tensor) -> torch.Tensor:
+        gate, up = F.linear(rows, view.gate_up[e]).chunk(2, -1)
+        return F.linear(F.silu(gate) * up, view.down[e])
+
+    return _by_expert(x, weights, ids, view.gate_up.shape[0], compute_expert)
+
+
+@KERNELS("clamped_experts", "torch", when=ANY)
+def clamped_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The op `clamped_experts`, as `moe_experts`; what is clamped is not rounded before."""
+
+    def compute_expert(e: int, rows: torch.Tensor) -> torch.Tensor:
+        h = F.linear(rows, view.gate_up[e], view.gate_up_bias[e])
+        bias = None if view.down_bias is None else view.down_bias[e]
+        return F.linear(clamp_gate(h.float(), view.alpha, view.limit).to(x.dtype), view.down[e], bias)
+
+    return _by_expert(x, weights, ids, view.gate_up.shape[0], compute_expert)
+
+
+def _by_expert(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    experts: int,
+    compute_expert: Callable[[int, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Sum over a token's experts, which are computed one after the other, each for its rows (padded)."""
     _tokens, k = ids.shape
     order = ids.flatten().argsort(stable=True)
     token = torch.div(order, k, rounding_mode="floor")
-    elsewhere, *counts = torch.bincount(ids.flatten() + 1, minlength=view.gate_up.shape[0] + 1).tolist()
+    elsewhere, *counts = torch.bincount(ids.flatten() + 1, minlength=experts + 1).tolist()
     rows, scale = x[token], weights.flatten()[order]
     out = torch.zeros_like(x, dtype=torch.float32)
     start = elsewhere  # pairs of experts on other ranks, whose id is -1, come first
@@ -38,8 +67,7 @@ def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Te
         if not n:
             continue
         part = slice(start, start + n)
-        gate, up = F.linear(pad_rows(rows[part]), view.gate_up[e]).chunk(2, -1)
-        y = F.linear(F.silu(gate) * up, view.down[e])[:n]
+        y = compute_expert(e, pad_rows(rows[part]))[:n]
         out.index_add_(0, token[part], y.float() * scale[part, None])
         start += n
     return out.to(x.dtype)

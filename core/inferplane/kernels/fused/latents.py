@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from inferplane.renamed import old_names_of_module
+
 
 def split_kv_b(view: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The two halves of `kv_b` `[H (nope + value), latent]` per head, as views that share its memory: the rows for keys
@@ -58,3 +60,14 @@ def expand_latents(view: Any, entries: torch.Tensor) -> tuple[torch.Tensor, torc
     k_nope, v = F.linear(latent, view.kv_b.weight).unflatten(-1, (d.heads, -1)).split((d.nope, d.value), -1)
     shared = k_rope[..., None, :].expand(*k_rope.shape[:-1], d.heads, d.rope)
     return torch.cat((k_nope, shared), -1), F.pad(v, (0, d.nope + d.rope - d.value))
+
+
+__getattr__ = old_names_of_module(
+    __name__,
+    {
+        "halves": "split_kv_b",
+        "folded": "fold_query",
+        "unfolded": "unfold_result",
+        "expanded": "expand_latents",
+    },
+)

@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
-from inferplane.plugin import PLAIN, Kernels, When
-
-RANK_FUSED = 70
-"""Rank of a vendor's fused operator: below the band of measured kernels, since it was not measured here."""
+from inferplane.plugin import PLAIN, RANK_FUSED, Kernels, When
+from inferplane.renamed import old_names_of_module
 
 HALF = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *HALF)
@@ -48,11 +46,12 @@ def declare_fused(
 
 def is_plain_linear(linear: Any) -> bool:
     """Whether a `Linear` takes unquantized activations and gives its result in the plan's dtype."""
-    return linear.act is None and linear.out_dtype is None
+    return linear.activation_quant is None and linear.out_dtype is None
 
 
 def _has_int8_activations(op: Any) -> bool:
-    return op.act is not None and op.act.format == "int8" and op.act.group == 0 and op.out_dtype is None
+    quant = op.activation_quant
+    return quant is not None and quant.format == "int8" and quant.group == 0 and op.out_dtype is None
 
 
 def _has_flash_mla_head_size(op: Any) -> bool:
@@ -91,3 +90,17 @@ PLAIN_SOFTMAX_ROUTING = (
 """Of `moe_route` kernels."""
 ALL_EXPERTS_LOCAL = ("every expert on this rank", lambda op: not op.partial)
 """Of `moe_experts` kernels."""
+
+__getattr__ = old_names_of_module(
+    __name__,
+    {
+        "plain_linear": "is_plain_linear",
+        "WEIGHT_ONLY": "PLAIN_ACTIVATIONS",
+        "INT8_TOKENS": "INT8_PER_TOKEN_LINEAR",
+        "INT8_BY_TOKEN": "INT8_PER_TOKEN_QUANTIZE",
+        "FLASH_DIMS": "FLASH_HEAD_SIZES",
+        "FLASH_EXPANDED": "FLASH_MLA_HEAD_SIZES",
+        "SOFTMAX_ALONE": "PLAIN_SOFTMAX_ROUTING",
+        "EVERY_EXPERT": "ALL_EXPERTS_LOCAL",
+    },
+)

@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 
 from inferplane.plugin import Batch
+from inferplane.renamed import old_names_of_module
 
 
 @functools.cache
@@ -68,3 +69,15 @@ def allocate_routing(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, to
     """
     weights = logits.new_empty(logits.shape[0], top_k, dtype=torch.float32)
     return weights, torch.empty_like(weights, dtype=torch.int32)
+
+
+__getattr__ = old_names_of_module(
+    __name__,
+    {
+        "one": "unit_scale",
+        "last_head_as_key": "rotate_last_head_as_key",
+        "each_token_alone": "one_sequence_per_token",
+        "running_sum": "cumulative_lengths",
+        "room_for_routes": "allocate_routing",
+    },
+)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from inferplane.plugin import Packing, QTensor
+from inferplane.renamed import old_attributes
 
 INT4_GROUPS = {"int4_group": 128, "int4_group64": 64, "int4_group32": 32}
 """INT4 formats with groups -> columns that share a scale."""
@@ -13,6 +14,7 @@ FLOAT32 = Packing("float32", lambda w: w.float())
 """For operators that take norms' weights and experts' biases in float32 whatever the dtype of activations."""
 
 
+@old_attributes({"in_dtype": "to_dtype"})
 class RopeTable:
     """A rotary table `[positions, D]`, cosines before sines, in the dtype of the queries, which operators expect.
 
@@ -33,6 +35,7 @@ class RopeTable:
         return self._cast[dtype]
 
 
+@old_attributes({"shifted": "subtract_zero_points"})
 class Int8Rows:
     """An int8 weight for products that know no zero points: `data` `[N, K]` and `scale` `[N]`.
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from inferplane.kernels.fused import vllm_calls as forms
-from inferplane.kernels.fused.needs import ADD_NORM_WEIGHT, NORM_WEIGHT, RANK_FUSED
+from inferplane.kernels.fused.needs import ADD_NORM_WEIGHT, NORM_WEIGHT
 from inferplane.kernels.fused.operands import rotate_last_head_as_key
 from inferplane.kernels.fused.packings import RopeTable
-from inferplane.plugin import Batch, Kernel, LayerKV, Packing, When, latents
+from inferplane.plugin import RANK_FUSED, Batch, Kernel, LayerKV, Packing, When, latents
 
 vllm, cache_ops = torch.ops._C, torch.ops._C_cache_ops
 
@@ -38,7 +38,7 @@ def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
 
 def kv_write(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
     """The op `kv_write` by _C_cache_ops::reshape_and_cache_flash, which skips slot -1 (padding)."""
-    forms.kv_write(cache_ops.reshape_and_cache_flash, k, v, kv.blocked(), batch)  # type: ignore[attr-defined]
+    forms.kv_write(cache_ops.reshape_and_cache_flash, k, v, kv.view_blocks(), batch)  # type: ignore[attr-defined]
 
 
 def mla_kv_write(view: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> None:

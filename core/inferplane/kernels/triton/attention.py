@@ -221,7 +221,7 @@ def _attend(
     tl.store(out + place[:, None] * V_DIM + value_dim[None, :], acc.to(out.dtype.element_ty), mask=out_mask)
 
 
-def padded_width(dim: int, least: int = 16) -> int:
+def pad_width(dim: int, least: int = 16) -> int:
     """Width of the tile that holds `dim` entries: a power of two, at least the `least` that a product takes."""
     return max(least, triton.next_power_of_2(dim))
 
@@ -262,7 +262,7 @@ def attention(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Te
         view.scale * LOG2_E, batch.block_tables.stride(0), q.stride(0), q.stride(1), splits,
         HEADS=heads, GROUP=group, TILE_HEADS=tile_heads, DIM=dim, V_DIM=v_dim, BLOCK_TOKENS=kv.block_tokens,
         WINDOW=view.kv.window or 0, KIND=kind, ROWS=rows, KEYS=launch.keys,
-        BLOCK_D=padded_width(dim), BLOCK_V=padded_width(v_dim),
+        BLOCK_D=pad_width(dim), BLOCK_V=pad_width(v_dim),
         CHUNK=max(tiles.chunk_tokens, launch.keys), SPLITS=tiles.splits, SPLIT=splits > 1,
         num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from inferplane.kernels.triton.rowwise import quant_scale, quantize_entries, silu
+from inferplane.kernels.triton.rowwise import larger_or_nan, largest_magnitude, quant_scale, quantize_entries, silu
 from inferplane.kernels.triton.weight_packing import INT4, PackedWeight
 
 MIN_DEPTH = 64
@@ -63,7 +63,7 @@ def tile_fp8_int4(
         c = tl.load(source + column[:, None], mask=x_inside[None, :] & (column < K)[:, None], other=0.0)
         if QUANTIZE:
             a, c = a.to(tl.float32), c.to(tl.float32)
-            scale = quant_scale(tl.maximum(tl.max(tl.abs(a), 0), tl.max(tl.abs(c), 0)), 448.0, False)
+            scale = quant_scale(larger_or_nan(largest_magnitude(a, 0), largest_magnitude(c, 0)), 448.0, False)
             a, c = quantize_entries(a, scale[None, :], True), quantize_entries(c, scale[None, :], True)
         elif X_GROUP > 0:
             scale = tl.load(x_scale + x_row * X_ROW_SCALES + k // X_GROUP, mask=x_inside, other=0.0)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from inferplane.kernels.triton.dependent_launch import is_dependent, launch_options, wait_then_allow_next
-from inferplane.kernels.triton.rowwise import quant_scale, quantize_entries
+from inferplane.kernels.triton.rowwise import largest_magnitude, quant_scale, quantize_entries
 from inferplane.types import Batch, LayerKV
 
 
@@ -53,7 +53,7 @@ def store_entries(
     if KIND == 0:
         tl.store(place, value.to(entries.dtype.element_ty), mask=inside)
     else:
-        scale = quant_scale(tl.max(tl.abs(value), 0), 448.0 if KIND == 1 else 127.0, POWER_OF_TWO)
+        scale = quant_scale(largest_magnitude(value, 0), 448.0 if KIND == 1 else 127.0, POWER_OF_TWO)
         tl.store(place, quantize_entries(value, scale, KIND == 1), mask=inside)
         tl.store(scales + slot * PARTS + part, scale)
 

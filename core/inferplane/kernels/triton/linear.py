@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from inferplane.kernels.triton.fp8_int4 import is_multiplied_in_fp8
-from inferplane.kernels.triton.matmul import MatmulInput, matmul, plain_input, quantized_input
+from inferplane.kernels.triton.matmul import MatmulInput, make_plain_input, make_quantized_input, matmul
 from inferplane.kernels.triton.quantized_results import find_quantized
 from inferplane.kernels.triton.rowwise import MAX_QUANTIZED_COLUMNS, quantize_by_scale, quantize_rows, silu_mul_quantize
 from inferplane.kernels.triton.tiles import Products
@@ -22,12 +22,12 @@ MAX_ROWS_QUANTIZED_IN_KERNEL = 64
 
 
 def linear(view: Any, x: torch.Tensor) -> torch.Tensor:
-    """The op `linear` by one matrix product. Where the op says so (`Linear.act`), activations are quantized before it;
-    the quantized form that the kernel before left is used if there is one.
+    """The op `linear` by one matrix product. With `Linear.activation_quant`, activations are quantized before it; the
+    quantized form that the kernel before left is used if there is one.
     """
-    act, rows = view.act, plain_input(x)
+    act, rows = view.activation_quant, make_plain_input(x)
     if act is not None:
-        rows = quantized_input(*quantize_rows(x, act.format, act.group), view.act_group, x.dtype)
+        rows = make_quantized_input(*quantize_rows(x, act.format, act.group), view.activation_group, x.dtype)
     return matmul(rows, view.weight, view.prepared, view.bias, view.out_dtype)
 
 
@@ -73,21 +73,21 @@ def make_fp8_input(x: torch.Tensor, weight: PackedWeight, group: int, products: 
     static = weight.static_scale
     if static is not None:
         if is_few:
-            return replace(plain_input(x), scale=static, quantize=True)
-        return quantized_input(quantize_by_scale(x, static, products.ahead), static, 0, x.dtype)
+            return replace(make_plain_input(x), scale=static, quantize=True)
+        return make_quantized_input(quantize_by_scale(x, static, products.ahead), static, 0, x.dtype)
     found = find_quantized(x, "fp8", group)
     if found is not None:
-        return quantized_input(found.values, found.scales, group, x.dtype)
+        return make_quantized_input(found.values, found.scales, group, x.dtype)
     if not is_few:
         return quantize_rows_to_fp8(x, group)
-    return replace(plain_input(x), quantize=weight.kind == FP8 or (products.fp8 and is_multiplied_in_fp8(weight)))
+    return replace(make_plain_input(x), quantize=weight.kind == FP8 or (products.fp8 and is_multiplied_in_fp8(weight)))
 
 
 def quantize_rows_to_fp8(x: torch.Tensor, group: int) -> MatmulInput:
     """Rows `[M, K]` in FP8 as the left operand of a product, with a scale per `group` columns, or per row if `group` is
     0. Launches a kernel, unless the one that computed `x` left this form.
     """
-    return quantized_input(*quantize_rows(x, "fp8", group), group, x.dtype)
+    return make_quantized_input(*quantize_rows(x, "fp8", group), group, x.dtype)
 
 
 def make_int8_input(x: torch.Tensor, products: Products) -> MatmulInput:
@@ -96,21 +96,21 @@ def make_int8_input(x: torch.Tensor, products: Products) -> MatmulInput:
 
     Few rows are quantized here too, not in the product: a row's scale needs all of its columns.
     """
-    return quantized_input(*quantize_rows(x, "int8", 0, products.ahead), 0, x.dtype)
+    return make_quantized_input(*quantize_rows(x, "int8", 0, products.ahead), 0, x.dtype)
 
 
 def lm_head(view: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
     """The op `lm_head`, logits float32 `[R, V]`: select the rows that need some, multiply; the sums are not rounded."""
     rows = x if batch.logit_rows is None else x.index_select(0, batch.logit_rows)
-    return matmul(plain_input(rows), view.weight, view.prepared, None, torch.float32)
+    return matmul(make_plain_input(rows), view.weight, view.prepared, None, torch.float32)
 
 
 def gated_mlp(view: Any, x: torch.Tensor) -> torch.Tensor:
     """The op `gated_mlp` by two products, activations unquantized; a program of the first computes gate and up of its
     columns, and ends with `silu(gate) * up`.
     """
-    inner = matmul(plain_input(x), view.gate_up.weight, view.prepared, gated=True)
-    return matmul(plain_input(inner), view.down.weight, view.prepared)
+    inner = matmul(make_plain_input(x), view.gate_up.weight, view.prepared, gated=True)
+    return matmul(make_plain_input(inner), view.down.weight, view.prepared)
 
 
 def gated_mlp_fp8(view: Any, x: torch.Tensor) -> torch.Tensor:
@@ -143,4 +143,4 @@ def activate_and_quantize(both: torch.Tensor, down: PackedWeight, format: str, p
         return make_fp8_input(silu_mul_quantize(both, ahead=products.ahead)[0], down, 0, products)
     group = 0 if format == "int8" and both.shape[1] // 2 <= MAX_QUANTIZED_COLUMNS else FP8_GROUP
     values, scales = silu_mul_quantize(both, format, group, products.ahead)
-    return quantized_input(values, scales, group, both.dtype)
+    return make_quantized_input(values, scales, group, both.dtype)

@@ -21,7 +21,7 @@ import triton.language as tl
 from inferplane.kernels.triton.attention import widen_entries
 from inferplane.kernels.triton.dependent_launch import allow_next, launch_options, prefetch_l2, wait_for_previous
 from inferplane.kernels.triton.fp8_int4 import MAX_FUSED_GATE_ROWS, is_multiplied_in_fp8, tile_fp8_int4
-from inferplane.kernels.triton.rowwise import quant_scale, quantize_entries, silu
+from inferplane.kernels.triton.rowwise import largest_magnitude, quant_scale, quantize_entries, silu
 from inferplane.kernels.triton.split_reduction import is_last_arrival, load_shared_part
 from inferplane.kernels.triton.tiles import Products
 from inferplane.kernels.triton.weight_packing import FP8, INT4, INT8, PLAIN, PackedWeight
@@ -51,7 +51,16 @@ def convert_entries(x, KIND: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def multiply_tiles(a, b, A_KIND: tl.constexpr, B_KIND: tl.constexpr, FP8_DOT: tl.constexpr, dtype: tl.constexpr):
+def convert_activations(x, KIND: tl.constexpr, STATIC: tl.constexpr, dtype: tl.constexpr):
+    """`convert_entries` of activations, which may be NaN in FP8 beside a STATIC scale (another is NaN itself)."""
+    y = convert_entries(x, KIND, dtype)
+    return tl.where((x & 0x7F) == 0x7F, float("nan"), y).to(dtype) if KIND == 1 and STATIC else y
+
+
+@triton.jit
+def multiply_tiles(
+    a, b, A_KIND: tl.constexpr, B_KIND: tl.constexpr, STATIC: tl.constexpr, FP8_DOT: tl.constexpr, dtype: tl.constexpr
+):  # fmt: skip
     """The product of tiles `a` `[M, K]` and `b` `[K, N]` in float32.
 
     Where the device does not multiply 8-bit numbers, both are widened first, which is exact.
@@ -61,7 +70,8 @@ def multiply_tiles(a, b, A_KIND: tl.constexpr, B_KIND: tl.constexpr, FP8_DOT: tl
     elif A_KIND == 1 and B_KIND == 1 and FP8_DOT:
         return tl.dot(a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True))
     else:
-        return tl.dot(convert_entries(a, A_KIND, dtype), convert_entries(b, B_KIND, dtype), input_precision="ieee")
+        left = convert_activations(a, A_KIND, STATIC, dtype)
+        return tl.dot(left, convert_entries(b, B_KIND, dtype), input_precision="ieee")
 
 
 @triton.jit
@@ -95,6 +105,7 @@ def tile_stepwise(
 ):  # fmt: skip
     """`matmul_tile` of all other forms: each loop iteration's float32 sums are scaled before they are added up."""
     KIND: tl.constexpr = 1 if A_KIND == 4 else A_KIND
+    STATIC: tl.constexpr = X_ROW_SCALES == 0
     HALF: tl.constexpr = BK // 2 if B_KIND == 3 else BK
     within = tl.arange(0, HALF)
     acc = tl.zeros([BM, BN], tl.float32)
@@ -112,8 +123,8 @@ def tile_stepwise(
             if ZERO:
                 zero = tl.load(w_zero + n // ROWS * GROUPS + (k // GROUP if GROUP > 0 else 0), mask=n_inside, other=0.0)
                 low, high = low - zero.to(dtype)[None, :], high - zero.to(dtype)[None, :]
-            part = tl.dot(convert_entries(a, A_KIND, dtype), low, input_precision="ieee")
-            part = tl.dot(convert_entries(c, A_KIND, dtype), high, part, input_precision="ieee")
+            part = tl.dot(convert_activations(a, A_KIND, STATIC, dtype), low, input_precision="ieee")
+            part = tl.dot(convert_activations(c, A_KIND, STATIC, dtype), high, part, input_precision="ieee")
         else:
             inside = column < K
             a = tl.load(source + column[None, :], mask=x_inside[:, None] & inside[None, :], other=0.0)
@@ -121,16 +132,18 @@ def tile_stepwise(
             if ZERO:
                 zero = tl.load(w_zero + n // ROWS * GROUPS + (k // GROUP if GROUP > 0 else 0), mask=n_inside, other=0.0)
                 left = convert_entries(b, B_KIND, tl.float32) - zero[None, :]
-                part = tl.dot(convert_entries(a, A_KIND, dtype), left.to(dtype), input_precision="ieee")
+                part = tl.dot(convert_activations(a, A_KIND, STATIC, dtype), left.to(dtype), input_precision="ieee")
             elif A_KIND == 4 and X_ROW_SCALES == 0:
-                codes = quantize_entries(a.to(tl.float32), static_scale[:, None], True)
-                part = multiply_tiles(codes, b, KIND, B_KIND, FP8_DOT, dtype)
+                quantized = quantize_entries(a.to(tl.float32), static_scale[:, None], True, True)
+                part = multiply_tiles(quantized, b, KIND, B_KIND, STATIC, FP8_DOT, dtype)
             elif A_KIND == 4:
-                row_scale = quant_scale(tl.max(tl.abs(a.to(tl.float32)), 1), 448.0, False)
-                codes = quantize_entries(a.to(tl.float32), row_scale[:, None], True)
-                part = multiply_tiles(codes, b, KIND, B_KIND, FP8_DOT, dtype) * row_scale[:, None]
+                h = a.to(tl.float32)  # with FP8_DOT its entries keep NaN: a scale that does makes registers spill
+                amax = tl.max(tl.abs(h), 1) if FP8_DOT else largest_magnitude(h, 1)
+                row_scale = quant_scale(amax, 448.0, False)
+                quantized = quantize_entries(h, row_scale[:, None], True, FP8_DOT)
+                part = multiply_tiles(quantized, b, KIND, B_KIND, STATIC, FP8_DOT, dtype) * row_scale[:, None]
             else:
-                part = multiply_tiles(a, b, A_KIND, B_KIND, FP8_DOT, dtype)
+                part = multiply_tiles(a, b, A_KIND, B_KIND, STATIC, FP8_DOT, dtype)
         if GROUP > 0:
             part *= tl.load(w_scale + n // ROWS * GROUPS + k // GROUP, mask=n_inside, other=0.0)[None, :]
         if X_GROUP > 0:
@@ -309,12 +322,12 @@ class MatmulInput:
         return PLAIN if self.scale is None else FP8 if self.data.dtype == torch.uint8 else INT8
 
 
-def plain_input(x: torch.Tensor) -> MatmulInput:
+def make_plain_input(x: torch.Tensor) -> MatmulInput:
     """Rows `[M, K]` as the left operand of a product, not quantized; copied if they are not contiguous."""
     return MatmulInput(x if x.stride(-1) == 1 and x.is_contiguous() else x.contiguous(), None, 0, x.dtype)
 
 
-def quantized_input(data: torch.Tensor, scale: torch.Tensor, group: int, dtype: torch.dtype) -> MatmulInput:
+def make_quantized_input(data: torch.Tensor, scale: torch.Tensor, group: int, dtype: torch.dtype) -> MatmulInput:
     """Values `[M, K]` and scales, as the op `quantize` returns them, as the left operand of a product; not copied.
     `group` columns share a scale (0: the whole row), `dtype` is that before quantizing, and of the product's result.
     """

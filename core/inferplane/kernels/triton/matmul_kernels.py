@@ -14,9 +14,9 @@ from inferplane.types import RANK_PORTABLE, Context, Kernel, When
 FOLDER = "inferplane.kernels.triton"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 HALF = (torch.bfloat16, torch.float16)
-INTEGERS = ("int8_row", "int8_group", "int4_row", "int4_group", "int4_group64", "int4_group32")
+INT4 = ("int4_row", "int4_group", "int4_group64", "int4_group32")
+INTEGERS = ("int8_row", "int8_group", *INT4)
 FP8 = ("fp8_block", "fp8_row")
-INT4 = tuple(name for name in INTEGERS if name.startswith("int4"))
 INT8 = ("int8_row", "int8_group")
 QUANTIZED = (*FP8, *INTEGERS)
 FP8_ERROR = 0.06
@@ -40,18 +40,18 @@ def _is_quantized_or_router(op: Any) -> bool:
 
 def _has_matching_groups(op: Any) -> bool:
     """Whether activations are unquantized, or quantized by whole rows or by `DEPTH` columns, as the product needs."""
-    if op.act is None:
+    if op.activation_quant is None:
         return True
-    group = op.act.group if op.act.group < op.weight.shape[-1] else 0
-    return bool(group == op.act_group and group in (0, DEPTH))
+    group = op.activation_quant.group if op.activation_quant.group < op.weight.shape[-1] else 0
+    return bool(group == op.activation_group and group in (0, DEPTH))
 
 
 def _has_plain_activations(op: Any) -> bool:
-    return op.act is None
+    return op.activation_quant is None
 
 
 def _is_plain_mlp(op: Any) -> bool:
-    return all(x.bias is None and x.act is None and x.out_dtype is None for x in (op.gate_up, op.down))
+    return all(x.bias is None and x.activation_quant is None and x.out_dtype is None for x in (op.gate_up, op.down))
 
 
 def _is_quantized_mlp(op: Any) -> bool:
@@ -63,7 +63,9 @@ def _is_on_one_rank(op: Any) -> bool:
 
 
 def _is_plain_moe(op: Any) -> bool:
-    return _is_router(op.router) and op.router.act is None and (op.shared is None or _is_plain_mlp(op.shared))
+    return (
+        _is_router(op.router) and op.router.activation_quant is None and (op.shared is None or _is_plain_mlp(op.shared))
+    )
 
 
 def _has_shared_mlp_in(formats: tuple[str, ...]) -> Callable[[Any], bool]:

@@ -20,7 +20,7 @@ from inferplane.kernels.triton.attention import (
     WIDEN_FACTOR,
     combine_splits,
     count_splits,
-    padded_width,
+    pad_width,
     sequence_extent,
     slot_in_block,
     slots_of_keys,
@@ -169,7 +169,7 @@ def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
         view.scale * LOG2_E, batch.block_tables.stride(0), q.stride(1), q.stride(0), q_rope.stride(0), q_rope.stride(1),
         out.stride(0), out.stride(1), splits,
         HEADS=d.heads, LATENT=d.latent, ROPE=d.rope, PART=part, PARTS=parts_count, BLOCK_TOKENS=kv.block_tokens,
-        KIND=kind, ROWS=launch.rows, KEYS=launch.keys, BLOCK_L=padded_width(d.latent), BLOCK_R=padded_width(d.rope),
+        KIND=kind, ROWS=launch.rows, KEYS=launch.keys, BLOCK_L=pad_width(d.latent), BLOCK_R=pad_width(d.rope),
         CHUNK=max(tiles.chunk_tokens, launch.keys), SPLITS=tiles.splits, SPLIT=splits > 1,
         num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
@@ -274,7 +274,7 @@ def gather_latents(view: Any, like: torch.Tensor, batch: Batch, kv: LayerKV) -> 
     out = like.new_empty(sum(lens), parts * part)
     _gather[(max(lens), len(lens))](
         entries[0], scales[0], out, batch.block_tables, batch.seq_lens, before, batch.block_tables.stride(0),
-        WIDTH=parts * part, PART=part, PARTS=parts, BLOCK=padded_width(parts * part),
+        WIDTH=parts * part, PART=part, PARTS=parts, BLOCK=pad_width(parts * part),
         BLOCK_TOKENS=kv.block_tokens, KIND=kind, num_warps=1 if parts * part <= 256 else 4,
     )  # fmt: skip
     return out, before
@@ -309,7 +309,7 @@ def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
             q_nope.stride(0), q_nope.stride(1), q_rope.stride(0), q_rope.stride(1), out.stride(0), out.stride(1),
             expanded.stride(0), head,
             NOPE=d.nope, ROPE=d.rope, VALUE=d.value, LATENT=d.latent, ROWS=launch.rows, KEYS=launch.keys,
-            BLOCK_N=padded_width(d.nope), BLOCK_R=padded_width(d.rope), BLOCK_V=padded_width(d.value),
+            BLOCK_N=pad_width(d.nope), BLOCK_R=pad_width(d.rope), BLOCK_V=pad_width(d.value),
             num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
     return out

@@ -17,10 +17,16 @@ import torch
 import triton
 import triton.language as tl
 
-from inferplane.kernels.triton.attention import LOG2_E, padded_width, sequence_extent, softmax_step
+from inferplane.kernels.triton.attention import LOG2_E, pad_width, sequence_extent, softmax_step
 from inferplane.kernels.triton.kv_write import with_contiguous_rows
 from inferplane.kernels.triton.mla import expand_latents, gather_latents
-from inferplane.kernels.triton.rowwise import quant_scale, quantize_entries, round_half_even
+from inferplane.kernels.triton.rowwise import (
+    larger_or_nan,
+    largest_magnitude,
+    quant_scale,
+    quantize_entries,
+    round_half_even,
+)
 from inferplane.types import Batch, LayerKV
 
 MIN_WIDTH = 32
@@ -54,7 +60,7 @@ def _key_means_and_value_peaks(
         rope += tl.sum(tl.load(shared, mask=high, other=0.0).to(tl.float32), 0)
         real = inside & (channel < VALUE)[None, :]
         value = tl.load(source + NOPE + channel[None, :], mask=real, other=0.0).to(tl.float32)
-        peak = tl.maximum(peak, tl.max(tl.abs(value), 0))
+        peak = larger_or_nan(peak, largest_magnitude(value, 0))
     place = (sequence * HEADS + head).to(tl.int64)
     count = tl.maximum(length, 1).to(tl.float32)
     tl.store(means + place * (NOPE + ROPE) + dim, nope / count, mask=dim < NOPE)
@@ -89,8 +95,8 @@ def _quantize_keys_and_values(
     rope = tl.load(shared, mask=high, other=0.0).to(tl.float32)
     rope -= tl.load(means + place * (NOPE + ROPE) + NOPE + rope_dim, mask=rope_dim < ROPE, other=0.0)[None, :]
     nope, rope = tl.where(low, nope, 0.0), tl.where(high, rope, 0.0)
-    amax = tl.maximum(tl.max(tl.max(tl.abs(nope), 1), 0), tl.max(tl.max(tl.abs(rope), 1), 0))
-    scale = quant_scale(amax, 127.0, False)
+    amax = larger_or_nan(largest_magnitude(nope, 1), largest_magnitude(rope, 1))
+    scale = quant_scale(largest_magnitude(amax, 0), 127.0, False)
     target = keys + (row * HEADS + head) * (NOPE + ROPE)
     tl.store(target + dim[None, :], quantize_entries(nope, scale, False), mask=low)
     tl.store(target + NOPE + rope_dim[None, :], quantize_entries(rope, scale, False), mask=high)
@@ -127,8 +133,8 @@ def _attend_8bit(
     query = tl.load(pointers, mask=real & (dim < NOPE)[None, :], other=0.0).to(tl.float32)
     pointers = q_rope + rows * rope_token + (first_head + head) * rope_head + rope_dim[None, :]
     query_rope = tl.load(pointers, mask=real & (rope_dim < ROPE)[None, :], other=0.0).to(tl.float32)
-    amax = tl.maximum(tl.max(tl.abs(query), 1), tl.max(tl.abs(query_rope), 1))
-    amax = tl.max(tl.reshape(amax, (ROWS // QUERY_ROWS, QUERY_ROWS)), 1)
+    amax = larger_or_nan(largest_magnitude(query, 1), largest_magnitude(query_rope, 1))
+    amax = largest_magnitude(tl.reshape(amax, (ROWS // QUERY_ROWS, QUERY_ROWS)), 1)
     both = tl.broadcast_to(quant_scale(amax, 127.0, False)[:, None], (ROWS // QUERY_ROWS, QUERY_ROWS))
     query_scale = tl.reshape(both, (ROWS,))
     query_8 = round_half_even(tl.div_rn(query, query_scale[:, None])).to(tl.int8)
@@ -175,7 +181,7 @@ def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
     out = q_nope.new_empty(q_nope.shape[0], d.heads, d.value)
     sizes = {"NOPE": d.nope, "ROPE": d.rope, "VALUE": d.value, "TILE": KEY_TILE}
     entries = {"BLOCK_N": d.nope, "BLOCK_R": d.rope, "BLOCK_V": d.value}
-    blocks = {name: padded_width(count, MIN_WIDTH) for name, count in entries.items()}
+    blocks = {name: pad_width(count, MIN_WIDTH) for name, count in entries.items()}
     for head, n, expanded in expand_latents(view, latents):
         means, peaks, scales = (
             expanded.new_empty(sequences, n, size, dtype=torch.float32)

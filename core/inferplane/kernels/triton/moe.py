@@ -20,8 +20,14 @@ import triton.language as tl
 from inferplane.errors import KernelError
 from inferplane.kernels.triton.dependent_launch import allow_next, launch_options, wait_for_previous
 from inferplane.kernels.triton.linear import FP8_GROUP, make_fp8_input, make_int8_input
-from inferplane.kernels.triton.matmul import MatmulInput, matmul_tile, plain_input, quantized_input, tile_constants
-from inferplane.kernels.triton.rowwise import quant_scale, quantize_entries
+from inferplane.kernels.triton.matmul import (
+    MatmulInput,
+    make_plain_input,
+    make_quantized_input,
+    matmul_tile,
+    tile_constants,
+)
+from inferplane.kernels.triton.rowwise import largest_magnitude, quant_scale, quantize_entries
 from inferplane.kernels.triton.split_reduction import are_last_arrivals, load_shared_part
 from inferplane.kernels.triton.tiles import Counters, Product, Products
 from inferplane.kernels.triton.weight_packing import DEPTH, PackedWeight
@@ -140,7 +146,7 @@ def _grouped(
         target = pair.to(tl.int64)
         acc *= tl.load(weights + pair, mask=real, other=0.0).to(tl.float32)[:, None]
     if QUANTIZE > 0:
-        scale = quant_scale(tl.max(tl.abs(acc), 1), 448.0 if QUANTIZE == 1 else 127.0, False)
+        scale = quant_scale(largest_magnitude(acc, 1), 448.0 if QUANTIZE == 1 else 127.0, False)
         tl.store(out_scale + target * tl.num_programs(1) + tl.program_id(1), scale, mask=real)
         place = out + target[:, None] * outputs + n[None, :]
         tl.store(place, quantize_entries(acc, scale[:, None], QUANTIZE == 1), mask=inside)
@@ -180,8 +186,8 @@ MAX_PAIRS_ASSIGNED_IN_KERNEL = 1024
 
 
 def allocate_blocks(ids: torch.Tensor, experts: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """New tensors, not initialized, for slots and owners of the shapes that `assign_blocks` returns; `grouped` fills
-    them in with `assign_from`.
+    """New tensors, not initialized, for slots and owners of the shapes that `assign_blocks` returns; `multiply_grouped`
+    fills them in with `assign_from`.
     """
     blocks = triton.cdiv(ids.numel() + min(experts, ids.numel()) * (rows - 1), rows)
     slots = torch.empty(blocks * rows, device=ids.device, dtype=torch.int32)
@@ -210,7 +216,7 @@ def assign_blocks(ids: torch.Tensor, experts: int, rows: int) -> tuple[torch.Ten
     return slots, owners
 
 
-def masked_blocks(counts: torch.Tensor, capacity: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def assign_masked_blocks(counts: torch.Tensor, capacity: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Slots and owners of the masked form: every expert has `capacity` rows, of which the first `counts` are used.
 
     Args:
@@ -246,20 +252,37 @@ class PairSum:
     base: torch.Tensor | None = None
 
 
-def grouped(
+@dataclass(frozen=True)
+class GroupedResult:
+    """In which form a grouped product returns its results.
+
+    Args:
+        gated: `silu` of the first half of the columns times the second.
+        quantize: "fp8" or "int8": quantize the result, a scale per 128 columns; "": leave it.
+        weights: float32 `[pairs]`; results are multiplied by them and lie by pair, float32.
+        pair_sum: with `weights`: results are added up by token, and lie by token in the dtype of the input.
+    """
+
+    gated: bool = False
+    quantize: str = ""
+    weights: torch.Tensor | None = None
+    pair_sum: PairSum | None = None
+
+
+AS_THEY_ARE = GroupedResult()
+
+
+def multiply_grouped(
     x: MatmulInput,
     weight: PackedWeight,
     assignment: tuple[torch.Tensor, torch.Tensor],
     tile_sizes: Product,
+    result: GroupedResult = AS_THEY_ARE,
     *,
     pairs: int,
     top_k: int = 0,
-    gated: bool = False,
-    quantize: str = "",
-    weights: torch.Tensor | None = None,
     fp8: bool = False,
     assign_from: torch.Tensor | None = None,
-    pair_sum: PairSum | None = None,
     ahead: bool = False,
 ) -> MatmulInput:
     """Multiply each block's rows by its expert's matrix (a grouped GEMM).
@@ -269,17 +292,15 @@ def grouped(
         weight: `[E, N, K]`.
         assignment: slots and owners, in blocks of `tile_sizes.rows`.
         tile_sizes: of a program; a quantized result takes 128 columns.
+        result: the form of the results.
         pairs: number of pairs; a slot that holds this number is empty.
         top_k: pairs per token.
-        gated: `silu` of the first half of the columns times the second.
-        quantize: "fp8" or "int8": quantize the result, a scale per 128 columns; "": leave it.
-        weights: float32 `[pairs]`; results are multiplied by them and lie by pair, float32.
         fp8: the device multiplies FP8 numbers.
         assign_from: ids `[T, k]`, of which `assignment` is filled in; at most `MAX_PAIRS_ASSIGNED_IN_KERNEL` pairs.
-        pair_sum: with `weights`: results are added up by token, and lie by token in the dtype of `x`.
         ahead: a dependent launch (`dependent_launch.py`).
     """
     slots, owners = assignment
+    gated, quantize, weights, pair_sum = result.gated, result.quantize, result.weights, result.pair_sum
     outputs = weight.outputs // 2 if gated else weight.outputs
     columns = DEPTH if quantize else tile_sizes.columns
     device, tiles = x.data.device, triton.cdiv(outputs, columns)
@@ -304,7 +325,7 @@ def grouped(
         SUMS=0 if pair_sum is None else pair_sum.top_k, BASE=base is not None,
         num_warps=tile_sizes.warps, num_stages=tile_sizes.stages, **launch_options(ahead),
     )  # fmt: skip
-    return plain_input(out) if scale is None else quantized_input(out, scale, DEPTH, x.dtype)
+    return make_plain_input(out) if scale is None else make_quantized_input(out, scale, DEPTH, x.dtype)
 
 
 def run_experts(
@@ -337,16 +358,16 @@ def run_experts(
     assignment = (allocate_blocks if here else assign_blocks)(ids, count, tile_sizes.rows)
     common: dict[str, Any] = {"pairs": pairs, "fp8": products.fp8, "ahead": products.ahead}
     scale = view.down.static_scale if quantize == "fp8" else None
-    inner = grouped(
-        x, view.gate_up, assignment, tile_sizes, top_k=top_k, gated=True, quantize=quantize if scale is None else "",
-        assign_from=ids if here else None, **common,
-    )  # fmt: skip
+    result = GroupedResult(gated=True, quantize=quantize if scale is None else "")
+    assign_from = ids if here else None
+    inner = multiply_grouped(
+        x, view.gate_up, assignment, tile_sizes, result, top_k=top_k, assign_from=assign_from, **common
+    )
     inner = inner if scale is None else replace(inner, scale=scale, quantize=True)
-    weights = weights.contiguous()
-    if not view.partial:
-        pair_sum = PairSum(products.counters, top_k, base)
-        return grouped(inner, view.down, assignment, tile_sizes, weights=weights, pair_sum=pair_sum, **common).data
-    return sum_pairs(grouped(inner, view.down, assignment, tile_sizes, weights=weights, **common).data, ids, x.dtype)
+    pair_sum = None if view.partial else PairSum(products.counters, top_k, base)
+    result = GroupedResult(weights=weights.contiguous(), pair_sum=pair_sum)
+    out = multiply_grouped(inner, view.down, assignment, tile_sizes, result, **common).data
+    return sum_pairs(out, ids, x.dtype) if view.partial else out
 
 
 def sum_pairs(parts: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -361,7 +382,7 @@ def sum_pairs(parts: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype) -> tor
 
 def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """The op `moe_experts` with activations unquantized."""
-    return run_experts(view, view.prepared, plain_input(x), weights, ids)
+    return run_experts(view, view.prepared, make_plain_input(x), weights, ids)
 
 
 def moe_experts_fp8(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

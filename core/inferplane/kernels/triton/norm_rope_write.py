@@ -8,13 +8,14 @@ import torch
 import triton
 import triton.language as tl
 
-from inferplane.kernels.triton.attention import padded_width
+from inferplane.kernels.triton.attention import pad_width
 from inferplane.kernels.triton.dependent_launch import is_dependent, launch_options, wait_then_allow_next
 from inferplane.kernels.triton.kv_write import cache_tensors, store_entries, with_contiguous_rows
 from inferplane.kernels.triton.quantized_results import QuantizedActivation, keep_quantized
 from inferplane.kernels.triton.rowwise import (
     allocate_quantized,
     as_bits,
+    largest_magnitude,
     quant_scale,
     quantize_entries,
     store_quantized_row,
@@ -132,7 +133,7 @@ def _mla_norm_rope_write(
     if KIND == 0:
         tl.store(place, value.to(entries.dtype.element_ty), mask=inside)
     else:
-        scale = quant_scale(tl.max(tl.abs(value), 1), 448.0 if KIND == 1 else 127.0, POWER_OF_TWO)
+        scale = quant_scale(largest_magnitude(value, 1), 448.0 if KIND == 1 else 127.0, POWER_OF_TWO)
         tl.store(place, quantize_entries(value, scale[:, None], KIND == 1), mask=inside)
         tl.store(scales + slot * PARTS + part, scale, mask=part < PARTS)
 
@@ -155,7 +156,7 @@ def norm_rope_write(
             entries[0], entries[1], scales[0], scales[1],
             view.q_norm.eps if norms else 0.0, view.k_norm.eps if norms else 0.0,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            HEADS=heads, KV_HEADS=kv_heads, DIM=dim, V_DIM=v_dim, BLOCK=padded_width(max(dim, v_dim)), NORMS=norms,
+            HEADS=heads, KV_HEADS=kv_heads, DIM=dim, V_DIM=v_dim, BLOCK=pad_width(max(dim, v_dim)), NORMS=norms,
             INTERLEAVED=view.rope.interleaved, KIND=kind, POWER_OF_TWO=kv.power_of_two,  # type: ignore[attr-defined]
             num_warps=1, **launch_options(is_dependent(view)),
         )  # fmt: skip
@@ -181,7 +182,7 @@ def mla_norm_rope_write(
     out = query.new_empty(tokens, width) if normed else None
     quant = view.output_quant if normed else None
     format, group = ("", 0) if quant is None else (quant.format, quant.group)
-    block = max(padded_width(width), group)
+    block = max(pad_width(width), group)
     values, query_scales = allocate_quantized(query, width, group or width, format == "fp8") if format else (kv_a, kv_a)
     if tokens:
         _mla_norm_rope_write[(tokens, 1 + normed)](
@@ -189,7 +190,7 @@ def mla_norm_rope_write(
             view.kv_a_norm.weight, kv_a if out is None else out, as_bits(values), query_scales, entries[0], scales[0],
             view.q_a_norm.eps if normed else 0.0, view.kv_a_norm.eps, query.stride(0), kv_a.stride(0),
             QUERY=width, LATENT=d.latent, ROPE=d.rope, PARTS=parts, PART=part,
-            BLOCK_Q=block, BLOCK_PARTS=triton.next_power_of_2(parts), BLOCK=padded_width(part),
+            BLOCK_Q=block, BLOCK_PARTS=triton.next_power_of_2(parts), BLOCK=pad_width(part),
             INTERLEAVED=view.rope.interleaved, KIND=kind, POWER_OF_TWO=kv.power_of_two,  # type: ignore[attr-defined]
             GROUP=(group or block) if format else 0, FP8=format == "fp8", num_warps=4,
             **launch_options(is_dependent(view)),

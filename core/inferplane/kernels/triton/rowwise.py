@@ -26,37 +26,54 @@ def round_half_even(x):
 
 @triton.jit
 def to_fp8_bits(x):
-    """float32 within +-448 -> the bits of float8_e4m3fn, rounded to nearest even, uint8.
+    """float32 within +-448, or NaN -> the bits of float8_e4m3fn, rounded to nearest even, uint8.
 
     Done in integers, so that devices without the format, and Triton's interpreter, give the same bits as the others.
     """
-    bits = x.to(tl.int32, bitcast=True)
+    bits = x.to(tl.uint32, bitcast=True)  # without a sign: rounding up NaN's largest bits would overflow
     sign = (bits >> 24) & 0x80
     magnitude = bits & 0x7FFFFFFF
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    small = round_half_even(tl.abs(x) * 512.0).to(tl.int32)  # below 2^-6 the step is 2^-9
-    code = tl.where(magnitude < (121 << 23), small, tl.minimum(normal, 0x7E))
+    small = round_half_even(tl.abs(x) * 512.0).to(tl.int32).to(tl.uint32, bitcast=True)  # below 2^-6 the step is 2^-9
+    code = tl.where(magnitude < (121 << 23), small, tl.minimum(normal, 0x7F))  # 448 is 0x7E, NaN 0x7F
     return (sign | code).to(tl.uint8)
+
+
+@triton.jit
+def larger_or_nan(a, b):
+    """The larger number; NaN if one of them is NaN, which `tl.max` drops."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest_magnitude(x, AXIS: tl.constexpr):
+    """The largest magnitude of float32 numbers along an axis; NaN if one of them is NaN."""
+    return tl.reduce(tl.abs(x), AXIS, larger_or_nan)
 
 
 @triton.jit
 def quant_scale(amax, LIMIT: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """The scale of a group whose largest magnitude is `amax`: `amax / LIMIT`, rounded up to a power of two with
-    POWER_OF_TWO; 1 where that is 0. LIMIT is the largest number of the format.
+    POWER_OF_TWO; 1 where that is 0; NaN and infinity remain. LIMIT is the largest number of the format.
     """
     scale = tl.div_rn(amax, amax * 0 + LIMIT)
     if POWER_OF_TWO:
         bits = scale.to(tl.int32, bitcast=True)
-        scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+        rounded = tl.where(bits < 0x7F800000, (bits + 0x7FFFFF) & 0x7F800000, bits)
+        scale = rounded.to(tl.float32, bitcast=True)
     return tl.where(scale == 0.0, 1.0, scale)
 
 
 @triton.jit
-def quantize_entries(x, scale, FP8: tl.constexpr):
-    """Quantize entries: `x / scale`, clamped to the format, as float8_e4m3fn bits (uint8) with FP8, else as int8."""
+def quantize_entries(x, scale, FP8: tl.constexpr, KEEP_NAN: tl.constexpr = False):
+    """Quantize entries: `x / scale`, clamped to the format, as float8_e4m3fn bits (uint8) with FP8, else as int8.
+
+    With KEEP_NAN, NaN remains in FP8. Without, it becomes a number: the scale of `largest_magnitude` is NaN.
+    """
     y = tl.div_rn(x, scale)
     if FP8:
-        return to_fp8_bits(tl.minimum(tl.maximum(y, -448.0), 448.0))
+        nan: tl.constexpr = tl.PropagateNan.ALL if KEEP_NAN else tl.PropagateNan.NONE
+        return to_fp8_bits(tl.minimum(tl.maximum(y, -448.0, nan), 448.0, nan))
     else:
         return round_half_even(tl.minimum(tl.maximum(y, -127.0), 127.0)).to(tl.int8)
 
@@ -78,7 +95,7 @@ def store_quantized_row(
     """
     column = tl.arange(0, BLOCK)
     groups = tl.reshape(y, (BLOCK // GROUP, GROUP))
-    scale = quant_scale(tl.max(tl.abs(groups), 1), 448.0 if FP8 else 127.0, False)
+    scale = quant_scale(largest_magnitude(groups, 1), 448.0 if FP8 else 127.0, False)
     code = tl.reshape(quantize_entries(groups, scale[:, None], FP8), (BLOCK,))
     tl.store(values + row * WIDTH + column, code, mask=column < WIDTH)
     count: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
@@ -130,7 +147,7 @@ def _silu_mul(
         tl.store(out + row * width + column, y.to(out.dtype.element_ty), mask=inside)
     else:
         groups = tl.reshape(y.to(out.dtype.element_ty).to(tl.float32), (BLOCK // GROUP, GROUP))
-        scale = quant_scale(tl.max(tl.abs(groups), 1), 448.0 if FP8 else 127.0, False)
+        scale = quant_scale(largest_magnitude(groups, 1), 448.0 if FP8 else 127.0, False)
         code = tl.reshape(quantize_entries(groups, scale[:, None], FP8), (BLOCK,))
         tl.store(values + row * width + column, code, mask=inside)
         group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
@@ -153,9 +170,9 @@ def _quantize(
     inside = (within < GROUP) & (column < width)
     h = tl.load(x + row * x_outer + column, mask=inside, other=0.0).to(tl.float32)
     if STATIC:
-        tl.store(values + row * width + column, quantize_entries(h, h * 0 + tl.load(scales), FP8), mask=inside)
+        tl.store(values + row * width + column, quantize_entries(h, h * 0 + tl.load(scales), FP8, True), mask=inside)
     else:
-        scale = quant_scale(tl.max(tl.abs(h), 0), 448.0 if FP8 else 127.0, False)
+        scale = quant_scale(largest_magnitude(h, 0), 448.0 if FP8 else 127.0, False)
         tl.store(values + row * width + column, quantize_entries(h, scale, FP8), mask=inside)
         tl.store(scales + row * groups + group, scale)
 

@@ -1,27 +1,27 @@
-"""DeepSeek-V3 and R1: latent attention, fine-grained experts, multi-token prediction."""
+"""DeepSeek-V3 and R1, Kimi K2, Moonlight: latent attention, fine-grained experts, multi-token prediction."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
-from inferplane.errors import CheckpointError
 from inferplane.models.build import Build
-from inferplane.models.parts import (
-    decoder_layer,
-    decoder_model,
-    dense_mlp,
-    experts_per_token,
-    latent_attention,
-    mixture_of_experts,
-)
+from inferplane.models.parts import decoder_layer, decoder_model, fine_grained_experts, latent_attention
 from inferplane.models.registry import architecture
-from inferplane.ops import CausalLM, GatedMLP, LMHead, MoE, MoERoute, MTPLayer
-from inferplane.types import Weight
+from inferplane.ops import CausalLM, LMHead, MTPLayer
 
 
-@architecture("DeepseekV3ForCausalLM")
+@architecture(
+    "DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    defaults={
+        "max_position_embeddings": 4096, "attention_bias": False, "first_k_dense_replace": 3, "q_lora_rank": 1536,
+        "n_shared_experts": 1, "n_group": 8, "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+        "rope_interleave": True,
+    },
+    aliases={n: "n_routed_experts" for n in ("num_experts", "num_local_experts")}
+    | {"num_mtp_layers": "num_nextn_predict_layers"},
+    other_types=("kimi_k2",),
+)  # fmt: skip
 def deepseek_v3(build: Build) -> CausalLM:
     """DeepSeek-V3: MLA with and without a low-rank query, sigmoid routing with a correction bias and groups, shared
     experts, first dense layers, YaRN; with `build.mtp` also its multi-token-prediction layers.
@@ -40,23 +40,10 @@ def deepseek_v3(build: Build) -> CausalLM:
     Source: arXiv 2412.19437; latent attention: arXiv 2405.04434.
     """
     config = build.config
-    config.refuse(
-        scoring_func=("sigmoid",),
-        topk_method=("noaux_tc",),
-        moe_layer_freq=(1,),
-        attention_bias=(False,),
-    )
+    config.refuse(scoring_func=("sigmoid",), topk_method=("noaux_tc",), moe_layer_freq=(1,))
     width, layers = config.size("hidden_size"), config.size("num_hidden_layers")
-    first, shared = config.count("first_k_dense_replace"), config.count("n_shared_experts")
-    attention, mlp, route = latent_attention(build), dense_mlp(build), _shared_routing(build)
-    total = config.size("n_routed_experts")
-
-    def feed_forward(i: int, name: str) -> GatedMLP | MoE:
-        if i < first:
-            return mlp(i, name)
-        bias = Weight((f"{name}.gate.e_score_correction_bias",), (total,), torch.float32)
-        return mixture_of_experts(build, name, replace(route, bias=bias), count="n_routed_experts", shared=shared)
-
+    attention = latent_attention(build, interleave=config.flag("rope_interleave"))
+    feed_forward = fine_grained_experts(build)
     model = decoder_model(build, attention, feed_forward)
 
     def mtp(i: int) -> MTPLayer:
@@ -76,18 +63,3 @@ def deepseek_v3(build: Build) -> CausalLM:
         unread = ("embed_tokens.weight", "shared_head.head.weight") if build.mtp else ("*",)
         build.ignore(*(f"model.layers.{layers + k}.{name}" for name in unread))
     return replace(model, mtp=tuple(mtp(layers + k) for k in range(extra))) if build.mtp else model
-
-
-def _shared_routing(build: Build) -> MoERoute:
-    """Build the routing that all layers share; each layer adds its own correction bias."""
-    config = build.config
-    groups, top_groups = config.size("n_group", 1), config.size("topk_group", 1)
-    total, chosen = config.size("n_routed_experts"), experts_per_token(config, "n_routed_experts", groups, top_groups)
-    if groups > 1 and total // groups < 2:
-        raise CheckpointError(
-            f"{config.name}: n_group = {groups} leaves {total // groups} expert per group, and a group is scored by "
-            "its best two.",
-            remedy="correct the entries, or fetch the file again",
-        )
-    renormalize, factor = config.flag("norm_topk_prob", True), config.number("routed_scaling_factor", 1.0)
-    return MoERoute(None, chosen, "sigmoid", groups, top_groups, "top2", renormalize, factor)

@@ -8,7 +8,11 @@ from inferplane.models.registry import architecture
 from inferplane.ops import CausalLM
 
 
-@architecture("LlamaForCausalLM")
+@architecture(
+    "LlamaForCausalLM",
+    model_type="llama",
+    defaults={"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
+)
 def llama(build: Build) -> CausalLM:
     """Llama: grouped-query attention, rotary positions, gated MLP.
 
@@ -24,8 +28,8 @@ def llama(build: Build) -> CausalLM:
 
     Source: arXiv 2302.13971, arXiv 2407.21783.
     """
-    build.config.refuse(mlp_bias=(False,))
-    # Older exports wrote this table; the config implies it.
+    # Older exports wrote these; the config implies them, and `check_frequencies` warns if it gives others.
     build.ignore("model.layers.*.self_attn.rotary_emb.inv_freq")
-    bias = build.config.flag("attention_bias")
-    return decoder_model(build, grouped_query_attention(build, bias=bias, out_bias=bias), dense_mlp(build))
+    bias, mlp_bias = build.config.flag("attention_bias"), build.config.flag("mlp_bias")
+    attention = grouped_query_attention(build, bias=bias, out_bias=bias)
+    return decoder_model(build, attention, dense_mlp(build, bias=mlp_bias))

@@ -8,7 +8,11 @@ from inferplane.models.registry import architecture
 from inferplane.ops import CausalLM
 
 
-@architecture("MistralForCausalLM")
+@architecture(
+    "MistralForCausalLM",
+    model_type="mistral",
+    defaults={"max_position_embeddings": 2**17, "num_key_value_heads": 8, "sliding_window": 4096},
+)
 def mistral(build: Build) -> CausalLM:
     """Mistral: Llama whose layers all attend to a window, where the config states one.
 

@@ -14,7 +14,13 @@ from inferplane.models.registry import architecture
 from inferplane.ops import CausalLM, MoE, MoERoute
 
 
-@architecture("MixtralForCausalLM")
+@architecture(
+    "MixtralForCausalLM",
+    model_type="mixtral",
+    defaults={"max_position_embeddings": 2**17, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    aliases={"num_experts": "num_local_experts"},
+    expert_names=("block_sparse_moe", "w1", "w3", "w2"),
+)
 def mixtral(build: Build) -> CausalLM:
     """Mixtral: grouped-query attention, softmax routing renormalized over the chosen experts in every layer.
 
@@ -37,5 +43,5 @@ def mixtral(build: Build) -> CausalLM:
         name = name.removesuffix("mlp") + "block_sparse_moe"
         return mixture_of_experts(build, name, route, count=count, inner=inner, parts=parts)
 
-    attention = grouped_query_attention(build, windows=sliding_window(build.config), theta=1e6)
+    attention = grouped_query_attention(build, windows=sliding_window(build.config))
     return decoder_model(build, attention, mlp)

@@ -7,8 +7,12 @@ from inferplane.models.parts import decoder_model, dense_mlp, grouped_query_atte
 from inferplane.models.registry import architecture
 from inferplane.ops import CausalLM
 
+WINDOWS = {"use_sliding_window": False, "sliding_window": 4096}
+DEFAULTS = {**WINDOWS, "max_position_embeddings": 32768, "num_key_value_heads": 32, "max_window_layers": 28}
+"""Of entries that a config leaves out; Qwen 3 has the same."""
 
-@architecture("Qwen2ForCausalLM")
+
+@architecture("Qwen2ForCausalLM", model_type="qwen2", defaults=DEFAULTS)
 def qwen2(build: Build) -> CausalLM:
     """Qwen 2 and 2.5: Llama with biases on q, k and v; some layers may attend to a window.
 

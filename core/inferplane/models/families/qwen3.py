@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from inferplane.models.build import Build
+from inferplane.models.families.qwen2 import DEFAULTS
 from inferplane.models.parts import decoder_model, dense_mlp, grouped_query_attention, layer_windows
 from inferplane.models.registry import architecture
 from inferplane.ops import CausalLM
 
 
-@architecture("Qwen3ForCausalLM")
+@architecture("Qwen3ForCausalLM", model_type="qwen3", defaults={**DEFAULTS, "head_dim": 128, "attention_bias": False})
 def qwen3(build: Build) -> CausalLM:
     """Qwen 3: Llama with norms on each head's q and k; some layers may attend to a window.
 

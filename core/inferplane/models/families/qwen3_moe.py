@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from inferplane.errors import CheckpointError
 from inferplane.models.build import Build
+from inferplane.models.families.qwen2 import WINDOWS
 from inferplane.models.parts import (
     decoder_model,
     dense_mlp,
@@ -16,7 +17,19 @@ from inferplane.models.registry import architecture
 from inferplane.ops import CausalLM, GatedMLP, MoE, MoERoute
 
 
-@architecture("Qwen3MoeForCausalLM")
+@architecture(
+    "Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    defaults={
+        **WINDOWS,
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 4,
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": False,
+    },
+    aliases={"num_local_experts": "num_experts"},
+)
 def qwen3_moe(build: Build) -> CausalLM:
     """Qwen 3 MoE: norms on each head's q and k; softmax routing over all experts in the sparse layers.
 
@@ -33,9 +46,9 @@ def qwen3_moe(build: Build) -> CausalLM:
     Source: arXiv 2505.09388.
     """
     config = build.config
-    bias, step = config.flag("attention_bias"), config.size("decoder_sparse_step", 1)
+    bias, step = config.flag("attention_bias"), config.size("decoder_sparse_step")
     windows = sliding_window(config) if config.flag("use_sliding_window") else []
-    count = "num_local_experts" if config.get("num_experts") is None else "num_experts"
+    count = "num_experts"
     chosen = experts_per_token(config, count)
     plain = config.get("mlp_only_layers") or []
     if not isinstance(plain, list):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -29,8 +30,13 @@ CHUNK_BYTES = 32 * 2**20
 class SafetensorsFolder:
     """A `TensorSource` with the safetensors files of a folder.
 
+    Which files are read: `model.safetensors` if it is there, as in transformers, and lacks nothing that a readable
+    index names; else those that the index names; else all. If a tensor is stored twice, the file counts that the index
+    names; without one, both must be equal.
+
     Args:
-        folder: holds `*.safetensors` files, with or without an index `model.safetensors.index.json`.
+        folder: holds `*.safetensors` files, with or without an index (`model.safetensors.index.json`).
+        spell: gives the tensors the names that families read (`names.canonical_names`).
 
     Attributes: `complaints`, sentences about oddities that do not prevent reading.
 
@@ -39,63 +45,120 @@ class SafetensorsFolder:
             stored twice.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, spell: Callable[[dict[str, Entry]], dict[str, Entry]] = dict) -> None:
         self.folder = Path(folder)
         self._entries: dict[str, Entry] = {}
         self._open: FileReader | None = None
-        index = self.folder / INDEX
-        where, total_bytes = read_index(index) if os.path.lexists(index) else (None, None)
-        for path in self._files() if where is None else self._shards(where):
+        complaints = []
+        index = self._index()
+        where: dict[str, str] = {}
+        total_bytes = None
+        try:
+            if index is not None:
+                where, total_bytes = read_index(index)
+        except CheckpointError as error:
+            if not (self.folder / SINGLE).exists():
+                raise
+            complaints.append(f"{error.what} {SINGLE} is read without it.")
+            index = None
+        if index is not None and SINGLE not in where.values() and (self.folder / SINGLE).exists():
+            whole = where.keys() <= read_header(self.folder / SINGLE).keys()
+            unused = "the index" if whole else SINGLE
+            complaints.append(f"{self.folder} holds {SINGLE} and an index of other files; {unused} is not used.")
+            if whole:
+                index, where, total_bytes = None, {}, None
+        for path in self._files() if index is None else self._shards(index, where):
             for name, entry in read_header(path).items():
-                if name in self._entries:
+                before = self._entries.get(name)
+                if before is None or where.get(name) == path.name:
+                    self._entries[name] = entry
+                elif where.get(name) != before.path.name and not self._are_equal(before, entry):
                     raise CheckpointError(
-                        f"Tensor {name!r} is in {self._entries[name].path.name} and again in {path.name}.",
+                        f"Tensor {name!r} is in {before.path.name} and again in {path.name}, with other values.",
                         remedy="remove the stale files of an earlier export",
                     )
-                self._entries[name] = entry
-        for name, file in (where or {}).items():
-            if name not in self._entries or self._entries[name].path.name != file:
-                raise CheckpointError(
-                    f"{index} says that tensor {name!r} is in {file}, which does not hold it.",
-                    there_is=f"one in {self._entries[name].path.name}" if name in self._entries else "",
-                    remedy="fetch the index and its files again",
-                )
-        self.complaints = tuple(self._check_total(index, total_bytes))
+        if index is not None:
+            complaints += self._check_index(index, where, total_bytes)
+        self.complaints = tuple(complaints)
+        self._entries = spell(self._entries)
 
-    def _check_total(self, index: Path, stated: float | None) -> Iterator[str]:
-        """Yield a complaint if the index states another total size than its files have.
+    def _index(self) -> Path | None:
+        """The shard index: the usual one, or the only one of another name (`model.safetensors.index.fp16.json`)."""
+        expected = self.folder / INDEX
+        if os.path.lexists(expected):
+            return expected
+        found = sorted(self.folder.glob("*.safetensors.index*.json"))
+        return found[0] if len(found) == 1 else None
 
-        It is no error: other readers ignore the entry, and published indexes may be wrong.
+    def _check_index(self, index: Path, where: dict[str, str], stated: float | None) -> Iterator[str]:
+        """Yield complaints if the index and its files do not fit.
+
+        They are no errors: the model may not need what is missing, other readers ignore the total size, and published
+        indexes may be wrong.
         """
+        lost = [name for name, file in where.items() if name not in self._entries]
+        moved = [name for name, file in where.items() if name not in lost and self._entries[name].path.name != file]
+        if lost:
+            yield f"{index} names {len(lost)} tensor(s) that its files do not hold: {first_of(lost)}."
+        if moved:
+            yield f"{index} places {len(moved)} tensor(s) in other files than those that hold them: {first_of(moved)}."
         held = sum(entry.nbytes for entry in self._entries.values())
-        if stated is not None and stated != held:
+        if stated is not None and stated != held and not lost:
             yield (
                 f"{index} says that all tensors have {stated:.0f} bytes (total_size), its files hold {held}. All "
                 "tensors that it names are there; check that no file comes from another export."
             )
 
-    def _shards(self, where: dict[str, str]) -> list[Path]:
+    def _are_equal(self, one: Entry, other: Entry) -> bool:
+        """Whether two tensors have the same bytes."""
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return False
+        for first in range(0, one.nbytes, CHUNK_BYTES):
+            parts = [torch.empty(min(CHUNK_BYTES, one.nbytes - first), dtype=torch.uint8) for _ in range(2)]
+            for entry, part in zip((one, other), parts):
+                self._read(entry, first, part)
+            if not torch.equal(*parts):
+                return False
+        return True
+
+    def are_equal(self, one: str, other: str) -> bool:
+        """Whether two tensors have the same dtype, shape and bytes. Reads them until they differ."""
+        return self._are_equal(self._entries[one], self._entries[other])
+
+    def main_dtype(self) -> torch.dtype | None:
+        """The dtype of 16 or more bits in which most bytes of the tensors are stored; None if there is none."""
+        sizes: Counter[torch.dtype] = Counter()
+        for _, entry in self._floats():
+            sizes[entry.dtype] += entry.nbytes
+        return max(sizes, key=lambda dtype: sizes[dtype], default=None)
+
+    def first_dtype(self) -> torch.dtype | None:
+        """The dtype of 16 or more bits of the first tensor that has one, by the names of files, then of tensors."""
+        first = min(self._floats(), key=lambda item: (item[1].path.name, item[0]), default=None)
+        return None if first is None else first[1].dtype
+
+    def _floats(self) -> Iterator[tuple[str, Entry]]:
+        """The tensors with a dtype of 16 or more bits, by name."""
+        return ((n, e) for n, e in self._entries.items() if e.dtype.is_floating_point and e.dtype.itemsize > 1)
+
+    def _shards(self, index: Path, where: dict[str, str]) -> list[Path]:
         """The files that an index names."""
-        names = sorted(set(where.values()))
-        files = [self.folder / n for n in names]
+        files = [self.folder / n for n in sorted(set(where.values()))]
         with reporting_read_errors(self.folder):
-            both = SINGLE not in names and (self.folder / SINGLE).exists()
             missing = [f.name for f in files if not f.exists()]
-        if both:
-            raise CheckpointError(
-                f"{self.folder} holds {SINGLE} and an index of other files: it is not clear which are meant.",
-                remedy="remove the stale files of an earlier export",
-            )
         if missing:
             raise CheckpointError(
-                f"{self.folder / INDEX} names {len(missing)} file(s) that are not there: {first_of(missing, 3)}.",
+                f"{index} names {len(missing)} file(s) that are not there: {first_of(missing, 3)}.",
                 remedy="fetch the missing files",
             )
         return files
 
     def _files(self) -> list[Path]:
-        """All safetensors files of the folder, for checkpoints without an index."""
+        """The safetensors files of a checkpoint without an index."""
+        if (self.folder / SINGLE).exists():
+            return [self.folder / SINGLE]
         files = sorted(self.folder.glob(f"*{SUFFIX}"))
+        files = [f for f in files if not f.name.startswith("consolidated")] or files  # Mistral's own, of the same model
         if not files:
             others = sorted(p.name for p in self.folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".pkl"))
             raise CheckpointError(
@@ -128,6 +191,17 @@ class SafetensorsFolder:
         if out.numel() != math.prod(mine):  # reading on would fill it with its neighbours' bytes
             raise CheckpointError(f"{entry.path}: {name} {entry.shape} does not fill {tuple(out.shape)}.")
         out = out.view(mine)
+        if entry.transposed:
+            stored = torch.empty(tuple(reversed(shape)), dtype=entry.dtype)
+            self._read(entry, 0, stored)
+            out.copy_(stored.t().narrow(shard.axis, first, last - first))
+            return
+        if entry.interleaved:
+            whole = torch.empty(shape, dtype=entry.dtype)
+            self._read(entry, 0, whole)
+            pairs = whole.unflatten(0, (-1, entry.interleaved // 2, 2)).transpose(1, 2).reshape(shape)
+            out.copy_(pairs.narrow(shard.axis, first, last - first))
+            return
         row_bytes = math.prod(shape[1:]) * entry.dtype.itemsize
         rows = range(first, last) if shard.axis == 0 else range(shape[0])
         columns = None if shard.axis == 0 or shard.size == 1 else (first, last)

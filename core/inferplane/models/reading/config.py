@@ -12,6 +12,8 @@ from typing import Any
 from inferplane.errors import CheckpointError, UnsupportedModelError, UsageError
 from inferplane.files import AGAIN
 from inferplane.models.reading.json_scanner import read_text
+from inferplane.models.reading.mistral_format import PARAMS, config_entries, has_mistral_format
+from inferplane.models.reading.normalize import normalize
 
 _REMEDY = "correct the entry, or fetch the file again"
 MAX_CONFIG_BYTES = 2**20
@@ -26,6 +28,23 @@ MAX_SIZES = {
     "max_position_embeddings": 2**24,
 }
 """Entries beyond these are taken for damage: some are used as loop bounds before any tensor is checked."""
+
+
+OTHER_KINDS = (
+    (
+        "adapter_config.json",
+        ": it is a LoRA adapter",
+        "merge it into its base model (peft: merge_and_unload), save that",
+    ),
+    ("*.gguf", ", but a GGUF file", "fetch the checkpoint that it was made from, in safetensors, and pass its folder"),
+    (
+        "params.json",
+        ", but the params.json of Mistral's or Meta's own layout",
+        "fetch the model in the Hugging Face layout",
+    ),
+    ("model_index.json", ": it is a pipeline of several models", "pass the folder of its language model"),
+)
+"""What a folder without a config may be, by a file's name: words for the error, and what to do."""
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -44,7 +63,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 class Config(dict[str, Any]):
-    """The entries of a config.json. Methods give one spelling to what transformers 4 and 5 write differently.
+    """The entries of a config.json, in one spelling and with the defaults of its family (`normalize`).
 
     Args:
         entries: the file's content, or `config.to_dict()` of a transformers config.
@@ -55,23 +74,30 @@ class Config(dict[str, Any]):
     """
 
     def __init__(self, entries: Mapping[str, Any], name: str = "config") -> None:
-        super().__init__(entries)
+        super().__init__(normalize(entries))
         self.name = name
         self.size("max_position_embeddings", 1)
 
     @classmethod
     def read(cls, folder: str | Path) -> Config:
-        """Read `config.json` in a folder.
+        """Read `config.json` in a folder, or Mistral's `params.json`.
 
         Raises:
             CheckpointError: there is none, or it is not a JSON object.
         """
         path = Path(folder) / "config.json"
+        if not os.path.lexists(path) and has_mistral_format(path.parent):
+            path = path.parent / PARAMS
+            return cls(config_entries(read_object(path), str(path)), str(path))
         if not os.path.lexists(path):
+            what, remedy = next((words for name, *words in OTHER_KINDS if any(Path(folder).glob(name))), ("", ""))
             raise CheckpointError(
-                f"{folder} holds no config.json.", remedy="point to a folder in the Hugging Face layout"
+                f"{folder} holds no config.json{what}.", remedy=remedy or "point to a folder in the Hugging Face layout"
             )
-        return cls(read_object(path), str(path))
+        entries = read_object(path)
+        if entries.get("quantization_config") is None and entries.get("compression_config") is None:
+            entries |= _quantization_beside(path.parent)
+        return cls(entries, str(path))
 
     def need(self, key: str) -> Any:
         """The value of `key`.
@@ -117,15 +143,16 @@ class Config(dict[str, Any]):
             raise self._wrong_entry(key, f"more than {limit}")
         return value
 
-    def number(self, key: str, default: float) -> float:
+    def number(self, key: str, default: float | None = None) -> float:
         """A finite number above 0; `default` when it is missing or null.
 
         Raises:
-            CheckpointError: it is something else.
+            CheckpointError: missing without a default, or something else.
         """
         value = self.get(key)
+        value = default if value is None else value
         if value is None:
-            return default
+            return float(self.need(key))
         if not is_number(value) or value <= 0:
             raise self._wrong_entry(key, "not a number above 0")
         return float(value)
@@ -168,23 +195,37 @@ class Config(dict[str, Any]):
         """`rotary()` with the default base of 10000."""
         return self.rotary()
 
-    def rotary(self, theta: float = 10000.0) -> dict[str, Any]:
-        """Read the rotary settings: `rope_type`, `rope_theta` and the type's own entries, from either spelling.
+    def rotary(self, theta: float = 10000.0, kind: str = "") -> dict[str, Any]:
+        """The rotary settings: `rope_type`, `rope_theta` and the type's own entries.
 
         Args:
-            theta: the base if the config states none.
+            theta: the base if neither the config nor its family states one.
+            kind: a kind of layer, whose own settings count if the config states settings by kind.
 
         Raises:
             CheckpointError: the settings are not a mapping.
+            UnsupportedModelError: each kind of layer has settings of its own, and `kind` names none of them.
         """
-        for key in ("rope_parameters", "rope_scaling"):
+        for key in ("rope_scaling", "rope_parameters"):
             if self.get(key) is not None and not isinstance(self[key], Mapping):
                 raise self._wrong_entry(key, "not an object with entries")
-        scaling = self.get("rope_parameters") or self.get("rope_scaling") or {}
-        out = {k: v for k, v in scaling.items() if v is not None}
-        out.setdefault("rope_theta", self.get("rope_theta") or theta)
-        out.setdefault("rope_type", out.get("type", "default"))
+        out = {"rope_theta": theta, **self["rope_parameters"]}
+        if nested := {key: value for key, value in out.items() if isinstance(value, Mapping)}:
+            if kind not in nested:
+                raise UnsupportedModelError(
+                    f"{self.name}: rotary settings of their own for {', '.join(nested)} are not implemented.",
+                    there_is="one object rope_parameters for all layers",
+                )
+            own = {key: value for key, value in nested[kind].items() if value is not None}
+            kinds = own.get("rope_type") or own.get("type") or "default"
+            out = {"rope_theta": out["rope_theta"], **own, "rope_type": kinds}
         return out
+
+    @property
+    def has_rotary_kinds(self) -> bool:
+        """Whether the config states rotary settings by kind of layer."""
+        settings = self.get("rope_parameters")
+        return isinstance(settings, Mapping) and any(isinstance(value, Mapping) for value in settings.values())
 
     def refuse(self, **implemented: tuple[Any, ...]) -> None:
         """Raise UnsupportedModelError if an entry has a value that this family's constructor does not implement.
@@ -201,8 +242,8 @@ class Config(dict[str, Any]):
         if value not in known:
             raise UnsupportedModelError(
                 f"{self.name}: {key} = {value!r} is not implemented for {self.architecture}.",
-                there_is=", ".join(map(repr, known)),
-                remedy="see docs/adding-a-model.md",
+                there_is=", ".join(map(repr, known)) or "models without this entry",
+                remedy="load a checkpoint that has one of these, or ask for it in an issue",
             )
 
     @property
@@ -214,14 +255,30 @@ class Config(dict[str, Any]):
         """
         if self.get("max_position_embeddings") is None:
             return None
-        stated, kind, factor = self.size("max_position_embeddings"), self.rope["rope_type"], self.rope.get("factor")
+        rope = self.rotary(kind="full_attention")
+        stated, kind, factor = self.size("max_position_embeddings"), rope["rope_type"], rope.get("factor")
         if kind not in ("dynamic", "yarn") or not is_number(factor) or factor is None or factor <= 0:
             return stated
-        context = self.rope.get("original_max_position_embeddings") if kind == "yarn" else None
+        context = rope.get("original_max_position_embeddings") if kind == "yarn" else None
         context = stated if context is None else context
         if context is None or not is_number(context):
             return stated
         return max(stated, int(min(context * factor, MAX_SIZES["max_position_embeddings"])))
+
+
+AWQ_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
+
+
+def _quantization_beside(folder: Path) -> dict[str, Any]:
+    """The `quantization_config` that some tools write into a file of its own; empty if there is none."""
+    for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
+        if os.path.lexists(folder / name):
+            entries = {AWQ_NAMES.get(key, key): value for key, value in read_object(folder / name).items()}
+            return {"quantization_config": {"quant_method": method, **entries}}
+    if os.path.lexists(path := folder / "hf_quant_config.json"):
+        inner = read_object(path).get("quantization")
+        return {"quantization_config": {"quant_method": "modelopt", **(inner if isinstance(inner, dict) else {})}}
+    return {}
 
 
 def as_config(source: Any) -> Config:

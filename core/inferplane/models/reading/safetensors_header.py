@@ -38,6 +38,10 @@ DTYPES = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
+if hasattr(torch, "float8_e8m0fnu"):  # torch 2.7
+    DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
+NOT_READ = ("F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+"""Dtypes of safetensors that this version, or this torch, does not read."""
 SUFFIX = ".safetensors"
 MAX_HEADER_BYTES = 16 * 2**20
 MAX_TENSORS = 3 * 2**14
@@ -59,13 +63,19 @@ _ENTRY = re.compile(rf"\{{{_MEMBER},{_MEMBER},{_MEMBER}\}}")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where a tensor is stored: file, dtype, shape, and the position and number of its bytes."""
+    """Where a tensor is stored: file, dtype, shape, and the position and number of its bytes.
+
+    `interleaved`: rows of a head whose rotated pairs lie side by side in the file, and half a head apart when they are
+    read; 0: rows are read as they lie. `transposed`: a matrix `[N, K]` lies in the file as `[K, N]`.
+    """
 
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
     nbytes: int
+    interleaved: int = 0
+    transposed: bool = False
 
 
 def read_header(path: Path) -> dict[str, Entry]:
@@ -160,6 +170,12 @@ def _scan_entry(path: Path, scan: JsonScanner, base: int) -> Entry:
     dtype, shape, offsets = _match_compact_entry(scan) or _scan_entry_members(scan)
     if dtype is None or shape is None or offsets is None or len(offsets) != 2:
         raise ValueError("it lacks its dtype, its shape, or two data_offsets")
+    if dtype not in DTYPES and dtype in NOT_READ:
+        raise CheckpointError(
+            f"{path}: a tensor is stored as {dtype}, which is not read.",
+            there_is=", ".join(DTYPES),
+            remedy="fetch the checkpoint in another format",
+        )
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
     if len(shape) > MAX_DIMS:

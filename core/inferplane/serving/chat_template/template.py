@@ -1,29 +1,22 @@
-"""Chat templates, rendered in a process of their own, with limits of time and size.
+"""Chat templates for the server: rendered in a process of their own (`inferplane.dialogue.renderer`), awaited here.
 
-A template comes with a checkpoint and is a program. Jinja's sandbox keeps it from accessing the machine, not from
-looping, so it runs in a process that can be killed (`worker.py`). Requests cannot bring templates.
+Requests cannot bring templates.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import re
-import sys
+import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from inferplane.serving.errors import invalid
+from inferplane.confined import MEASURES
+from inferplane.dialogue.renderer import RENDER_S, Renderer, RenderError
+from inferplane.dialogue.template import Messages, Template, describe_refusal, forms
+from inferplane.serving.errors import ApiError, invalid
 
-RENDER_S = 2.0
-"""Most seconds for one conversation."""
-START_S = 30.0
-"""Most seconds for the start of the process."""
-MAX_CHARACTERS = 16 * 2**20
-"""Most characters of a rendered conversation."""
-_NO_CONTENT = re.compile(r"content['\"]?\]? is (not )?none")
-TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+log = logging.getLogger("inferplane.serving")
 
 
 class ChatTemplate:
@@ -37,33 +30,36 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str, tokens: Mapping[str, str], tool_source: str | None = None, render_s: float = RENDER_S
+        self, source: str, tokens: Mapping[str, Any], tool_source: str | None = None, render_s: float = RENDER_S
     ) -> None:
+        self.facts = Template(source, tokens, tool_source)
         self._plain = _Worker(source, tokens, render_s)
         self._with_tools = _Worker(tool_source, tokens, render_s) if tool_source is not None else self._plain
-        self.supports_tools = tool_source is not None or "tools" in source
-        self.supports_null_content = _NO_CONTENT.search(tool_source or source) is not None
-        """It recognizes an assistant message with only tool calls by the content null, not by an empty text."""
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any) -> ChatTemplate | None:
         """Return the template of a tokenizer of transformers; None if it has none."""
-        found = tokenizer.chat_template
-        tokens = {name: str(getattr(tokenizer, name)) for name in TOKENS if getattr(tokenizer, name, None) is not None}
-        if isinstance(found, Mapping):
-            plain = found.get("default") or next(iter(found.values()), None)
-            return cls(str(plain), tokens, found.get("tool_use")) if plain else None
-        return cls(str(found), tokens) if found else None
+        found = Template.from_tokenizer(tokenizer)
+        return cls(found.source, found.tokens, found.tool_source) if found is not None else None
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """Render a conversation, ready for the reply.
+
+        Args:
+            messages: the conversation.
+            tools: of the request.
+            variables: further variables of the template; `add_generation_prompt` False leaves out the beginning of the
+                reply.
 
         Raises:
             ApiError: the template refuses it, takes too long, or its result is too long.
         """
-        given: dict[str, Any] = {"messages": list(messages), "add_generation_prompt": True}
-        if tools:
-            given["tools"] = list(tools)
+        given = {**(variables or {}), "messages": list(messages), "tools": list(tools) if tools else None}
         return await (self._with_tools if tools else self._plain).render(given)
 
     async def close(self) -> None:
@@ -72,77 +68,62 @@ class ChatTemplate:
         await self._with_tools.close()
 
 
-class _Worker:
-    """A process that runs `worker.py`, started at first use and again after it was killed."""
+async def render_conversation(
+    model: Any,
+    messages: Messages,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    description: str = "",
+    variables: Mapping[str, Any] | None = None,
+) -> str:
+    """Render a conversation in the first form that the model's template accepts.
 
-    def __init__(self, source: str, tokens: Mapping[str, str], render_s: float) -> None:
-        self._setup = {"path": sys.path, "template": source, "tokens": dict(tokens), "max_characters": MAX_CHARACTERS}
-        self._render_s = render_s
-        self._process: asyncio.subprocess.Process | None = None
-        self._lock = asyncio.Lock()
+    Args:
+        model: a `ServedModel`, which has the template, or refuses.
+        messages: of `normalize_messages`.
+        tools: of the request.
+        description: of the tools, for a template that does not support them.
+        variables: further variables of the template.
+
+    Raises:
+        ApiError: the template refuses the conversation in every form, or there is none.
+    """
+    refusal = None
+    for plain in forms(model.template.facts, messages, description) if model.template is not None else (messages,):
+        try:
+            return await model.render(plain, tools, variables)
+        except ApiError as error:
+            if error.code in ("too_slow", "template_failed"):  # in any form
+                raise
+            refusal = refusal or error
+    assert refusal is not None
+    raise refusal
+
+
+class _Worker:
+    """A thread that renders one conversation after the other; one whose client has left is finished, too."""
+
+    def __init__(self, source: str, tokens: Mapping[str, Any], render_s: float) -> None:
+        self.renderer = Renderer(source, tokens, render_s)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="inferplane-template")
+        self._is_reported = False
 
     async def render(self, given: Mapping[str, Any]) -> str:
-        line = json.dumps(given)
-        await self._lock.acquire()
-        rendering = asyncio.ensure_future(self._render(line))
-        rendering.add_done_callback(self._on_rendered)
-        # The answer is read even if this caller is cancelled: the process is then ready for the next one.
-        answer = await asyncio.shield(rendering)
-        if "error" in answer:
-            raise invalid(f"The chat template refuses these messages: {answer['error']}.", "messages")
-        return str(answer["text"])
-
-    async def _render(self, line: str) -> dict[str, Any]:
         try:
-            if self._process is None or self._process.returncode is not None:
-                await self._start()
-            return await self._exchange(line, self._render_s)
-        except BaseException:  # the answer may still arrive
-            self._kill()
-            raise
+            return await self._render(given)
+        except RenderError as error:
+            if error.reason == "refused":
+                raise invalid(describe_refusal(error.message), "messages") from error
+            raise invalid(error.message, "messages", error.reason) from error
 
-    def _on_rendered(self, rendering: asyncio.Future[dict[str, Any]]) -> None:
-        self._lock.release()
-        if not rendering.cancelled():
-            rendering.exception()  # mark it as retrieved: the caller, if it still waits, raises it
-
-    async def _start(self) -> None:
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-I",
-            str(Path(__file__).with_name("worker.py")),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            limit=8 * MAX_CHARACTERS,
-        )
-        await self._exchange(json.dumps(self._setup), START_S)
-
-    async def _exchange(self, line: str, seconds: float) -> dict[str, Any]:
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
-        try:
-            process.stdin.write(line.encode() + b"\n")
-            await process.stdin.drain()
-            reply = await asyncio.wait_for(process.stdout.readline(), seconds)
-        except (BrokenPipeError, ConnectionResetError):
-            reply = b""
-        except asyncio.TimeoutError:
-            raise invalid(
-                f"The chat template takes longer than {seconds:g} s for these messages.", "messages", "too_slow"
-            ) from None
-        if not reply:
-            message = "The chat template cannot be rendered: its process ended."
-            raise invalid(message, "messages", "template_failed")
-        return dict(json.loads(reply))
-
-    def _kill(self) -> asyncio.subprocess.Process | None:
-        process, self._process = self._process, None
-        if process is not None and process.returncode is None:
-            process.kill()
-        return process
+    async def _render(self, given: Mapping[str, Any]) -> str:
+        text = await asyncio.get_running_loop().run_in_executor(self._thread, self.renderer.render, given)
+        if not self._is_reported and (process := self.renderer.process) is not None:
+            self._is_reported = True
+            missing = [name for name in MEASURES if name not in process.measures]
+            facts = {"pid": process.pid, "confined_by": " ".join(process.measures), "missing": " ".join(missing)}
+            log.log(logging.WARNING if missing else logging.DEBUG, "templates are rendered", extra={"facts": facts})
+        return text
 
     async def close(self) -> None:
-        process = self._kill()
-        if process is not None:
-            await process.wait()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self.renderer.close)

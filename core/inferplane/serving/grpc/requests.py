@@ -2,40 +2,55 @@
 
 `IN` holds a request of the native dialect as JSON, an object or a list of one; `OUT` returns its events as JSON. Typed
 requests have `text_input` or `input_ids`, and parameters as one-element tensors, as the request's parameters, or as a
-JSON object in `sampling_parameters`; they return `text_output`, `token_ids` and `finish_reason`.
+JSON object in `sampling_parameters`; they return `text_output`, `token_ids` and `finish_reason`. Clients of Triton's
+vLLM backend are served as they are: they send numbers in `sampling_parameters` as strings, and flags about the outputs.
+
+Source: https://github.com/triton-inference-server/vllm_backend, docs/additional_outputs.md and samples/client.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Protocol
 
 from pydantic import Field
 from pydantic_core import from_json
 
 from inferplane.engine import Delta
+from inferplane.engine.request.params import MAX_STOP_TOKEN_IDS
 from inferplane.serving import native
-from inferplane.serving.admission import GenerateCall
+from inferplane.serving.admission import Deadline, GenerateCall, check_prompt_lengths
+from inferplane.serving.bodies import HeldMemory, object_bytes, parse_json
 from inferplane.serving.errors import invalid
 from inferplane.serving.generation import Generation, Piece
 from inferplane.serving.grpc import tensors
 from inferplane.serving.rendering import GeneratedChoice, encode_json
+from inferplane.serving.request_fields import REFUSED, Refused, check_unknown
 from inferplane.serving.service import Service
-from inferplane.serving.wire import Count, SamplingFields, TokenId, validate
+from inferplane.serving.wire import Count, SamplingFields, TokenIds, validate
 
 NATIVE_INPUT, NATIVE_OUTPUT = "IN", "OUT"
 CONTROL = frozenset(("triton_enable_empty_final_response", "sequence_id", "sequence_start", "sequence_end", "priority"))
 """Parameters of the protocol itself."""
+NUMBER_BYTES = 40
+"""Memory for a number of a tensor as an element of a list."""
 
 
 class TypedRequest(SamplingFields):
     """A text or token ids to continue, with parameters."""
 
     text_input: Annotated[str, Field(min_length=1)] | None = None
-    input_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    input_ids: TokenIds | None = None
     max_tokens: Count | None = None
     timeout: Annotated[float, Field(gt=0, le=3600)] | None = None
+    exclude_input_in_output: bool | None = None
+    return_finish_reason: bool | None = None
+    return_num_input_tokens: bool | None = None
+    return_num_output_tokens: bool | None = None
+    refused: ClassVar[Mapping[str, Refused]] = dict.fromkeys(
+        ("return_logprobs", "return_cumulative_logprob", "logprobs"), Refused(neutral=(False,))
+    )
 
 
 Outputs = dict[str, tuple[str, Sequence[Any]]]
@@ -82,35 +97,59 @@ class NativeTensors:
 
 
 class TypedTensors:
-    """Returns `text_output`, `token_ids` and `finish_reason`."""
+    """Returns `text_output`, `token_ids` and `finish_reason`, and numbers of tokens if the request asks for them.
+
+    Args:
+        request: of one sequence. If it does not want the input excluded, the output begins with it.
+    """
+
+    def __init__(self, request: TypedRequest) -> None:
+        self._request = request
+        self._before = (request.text_input or "") if request.exclude_input_in_output is False else ""
 
     def outputs(self, generation: Generation, piece: Piece) -> Outputs | None:
-        return self._tensors([piece.delta])
+        return self._tensors(generation, [piece.delta])
 
     def full_response(self, generation: Generation, choices: Sequence[GeneratedChoice]) -> Outputs:
-        return self._tensors([choice.delta() for choice in choices])
+        return self._tensors(generation, [choice.delta() for choice in choices])
 
-    def _tensors(self, deltas: Sequence[Delta]) -> Outputs:
-        return {
-            "text_output": (tensors.BYTES, [d.text.encode() for d in deltas]),
+    def _tensors(self, generation: Generation, deltas: Sequence[Delta]) -> Outputs:
+        before, self._before = self._before, ""
+        found: Outputs = {
+            "text_output": (tensors.BYTES, [f"{before}{d.text}".encode() for d in deltas]),
             "token_ids": ("INT32", [t for d in deltas for t in d.token_ids]),
             "finish_reason": (tensors.BYTES, [(d.finish_reason or "").encode() for d in deltas]),
         }
+        if self._request.return_num_input_tokens:
+            found["num_input_tokens"] = ("UINT32", [generation.prompt_tokens for _ in deltas])
+        if self._request.return_num_output_tokens:
+            found["num_output_tokens"] = ("UINT32", [len(d.token_ids) for d in deltas])
+        return found
 
 
-async def parse_infer_request(request: Any, service: Service) -> InferCall:
+async def parse_infer_request(request: Any, service: Service, held: HeldMemory) -> InferCall:
     """Parse a `ModelInferRequest`.
+
+    Args:
+        request: the message.
+        service: reads what is long, and knows the model.
+        held: gets what the values of the request take.
 
     Raises:
         ApiError: it is invalid; `param` names the tensor or field.
     """
-    given = tensors.read(request)
+    max_model_len = service.ready_model.info.max_model_len
+    given = tensors.read(request, {"input_ids": max_model_len, "stop_token_ids": MAX_STOP_TOKEN_IDS})
     if NATIVE_INPUT in given:
         if len(given) > 1:
             extra = next(name for name in given if name != NATIVE_INPUT)
             raise invalid(f"{extra} beside {NATIVE_INPUT}, which holds the whole request.", extra)
-        return await _native(given[NATIVE_INPUT], request.id, service, _timeout_s(tensors.parameters(request)))
-    return _typed(given, tensors.parameters(request), request.id)
+        values = _one(NATIVE_INPUT, given[NATIVE_INPUT])
+        if isinstance(values, bytes):
+            held.add(await service.read(len(values), object_bytes, values))
+        return await _native(values, request.id, service, _timeout_s(tensors.parameters(request)))
+    held.add(NUMBER_BYTES * sum(map(len, given.values())))
+    return _parse_typed(given, tensors.parameters(request), request.id)
 
 
 def _timeout_s(parameters: Mapping[str, Any]) -> float | None:
@@ -119,8 +158,9 @@ def _timeout_s(parameters: Mapping[str, Any]) -> float | None:
     return found / 1e6 or None if type(found) is int else None
 
 
-async def _native(values: list[Any], request_id: str, service: Service, timeout_s: float | None) -> InferCall:
-    data = _json(NATIVE_INPUT, _one(NATIVE_INPUT, values))
+async def _native(given: Any, request_id: str, service: Service, timeout_s: float | None) -> InferCall:
+    num_bytes = len(given) if isinstance(given, bytes) else 0
+    data = await service.read(num_bytes, _json, NATIVE_INPUT, given)
     if isinstance(data, list):
         if len(data) != 1:
             raise invalid(f"{NATIVE_INPUT} holds {len(data)} requests; send one.", NATIVE_INPUT)
@@ -131,12 +171,15 @@ async def _native(values: list[Any], request_id: str, service: Service, timeout_
         data.setdefault("req_id", request_id)
     if timeout_s is not None:
         data.setdefault("timeout", timeout_s)
-    parsed = validate(native.NativeRequest, data)
-    call = await native.build_call(parsed, service.ready_model, service.settings.native_text)
-    return InferCall(call, NativeTensors(parsed, request_id))
+    check_prompt_lengths(data.get("input_ids"), "input_ids", service.settings, service.ready_model.info)
+    parsed = await service.read(num_bytes, validate, native.NativeRequest, data)
+    service.count_ignored(parsed)
+    deadline = Deadline(service.settings.request_timeout_s, parsed.timeout)
+    call = await deadline.enforce(native.build_call(parsed, service.ready_model, service.settings.native_text))
+    return InferCall(replace(call, deadline=deadline), NativeTensors(parsed, request_id))
 
 
-def _typed(given: Mapping[str, list[Any]], parameters: Mapping[str, Any], request_id: str) -> InferCall:
+def _parse_typed(given: Mapping[str, list[Any]], parameters: Mapping[str, Any], request_id: str) -> InferCall:
     data: dict[str, Any] = {name: value for name, value in parameters.items() if name not in CONTROL}
     if type(data.get("timeout")) is int:
         data["timeout"] = _timeout_s(parameters)
@@ -147,14 +190,17 @@ def _typed(given: Mapping[str, list[Any]], parameters: Mapping[str, Any], reques
         extra = _json("sampling_parameters", more)
         if not isinstance(extra, dict):
             raise invalid("sampling_parameters is no JSON object.", "sampling_parameters")
-        data = {**extra, **data}
-    known = TypedRequest.model_fields
-    if unknown := next((name for name in data if name not in known), None):
+        data = {**{name: _parse_value(name, value) for name, value in extra.items()}, **data}
+    known, refused = TypedRequest.model_fields, {**REFUSED, **TypedRequest.refused}
+    check_unknown(data, known, refused)
+    if unknown := next((name for name in data if name not in known and name not in refused), None):
         raise invalid(f"There is no input {unknown[:100]!r}.", unknown[:100], "unknown_parameter")
     typed = validate(TypedRequest, data)
     texts = [p for p in (typed.text_input, typed.input_ids) if p is not None]
     if len(texts) != 1:
         raise invalid(f"One of {NATIVE_INPUT}, text_input and input_ids is required.", "text_input")
+    if typed.exclude_input_in_output is False and typed.text_input is None:
+        raise invalid("exclude_input_in_output = false needs text_input.", "exclude_input_in_output")
     call = GenerateCall(
         prompts=texts,
         sampling=typed.sampling_fields(),
@@ -166,7 +212,17 @@ def _typed(given: Mapping[str, list[Any]], parameters: Mapping[str, Any], reques
     )
     if typed.n not in (None, 1):
         raise invalid("n is 1 here; send several requests on the stream.", "n")
-    return InferCall(call, TypedTensors(), stream=typed.stream is not False)
+    return InferCall(call, TypedTensors(typed), stream=typed.stream is not False)
+
+
+def _parse_value(name: str, value: Any) -> Any:
+    """Return a sampling parameter that may be a number, a flag or a list as text."""
+    if not isinstance(value, str) or name in ("model", "user", "stop", "text_input"):
+        return value
+    try:
+        return from_json(value.lower() if value in ("True", "False") else value, allow_inf_nan=False)
+    except ValueError:
+        return value  # it is refused under its name
 
 
 def _one(name: str, values: list[Any]) -> Any:
@@ -188,6 +244,6 @@ def _json(name: str, text: Any) -> Any:
     if not isinstance(text, (bytes, str)):
         raise invalid(f"{name} holds JSON, as BYTES.", name)
     try:
-        return from_json(text, allow_inf_nan=False)
+        return parse_json(text)
     except ValueError as error:
         raise invalid(f"{name} is not valid JSON: {str(error)[:200]}.", name, "invalid_json") from error

@@ -19,6 +19,7 @@ PACKAGE = "inference"
 SERVICE = f"{PACKAGE}.GRPCInferenceService"
 FILE = "inferplane/inference.proto"
 
+# `ModelInferRequestHead` is no message of the protocol: it reads what a refusal of a `ModelInferRequest` repeats.
 # Message -> "number name type", separated by semicolons. `[]` repeats, `{}` is a map from strings, `|` joins a oneof.
 _MESSAGES = {
     "ServerLiveRequest": "",
@@ -40,6 +41,7 @@ _MESSAGES = {
     "8 bytes_contents bytes[]",
     "ModelInferRequest": "1 model_name string; 2 model_version string; 3 id string; 4 parameters InferParameter{}; "
     "5 inputs .InferInputTensor[]; 6 outputs .InferRequestedOutputTensor[]; 7 raw_input_contents bytes[]",
+    "ModelInferRequestHead": "1 model_name string; 3 id string",
     "ModelInferRequest.InferInputTensor": "1 name string; 2 datatype string; 3 shape int64[]; "
     "4 parameters InferParameter{}; 5 contents InferTensorContents",
     "ModelInferRequest.InferRequestedOutputTensor": "1 name string; 2 parameters InferParameter{}",

@@ -2,59 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from inferplane.errors import UsageError
 from inferplane.serving.errors import ApiError
 from inferplane.serving.grpc import schema
+from inferplane.serving.grpc.health import HEALTH, HealthService
+from inferplane.serving.grpc.listen import MAX_METADATA_BYTES, bind_port
 from inferplane.serving.grpc.servicer import Servicer, metadata_headers, record_refusal, with_statuses
 from inferplane.serving.keys import Keys
 from inferplane.serving.service import Service
 from inferplane.serving.settings import ServerSettings
 from inferplane.serving.tracing import trace_headers
 
-HEALTH = "grpc.health.v1.Health"
 OPEN = frozenset(
     (f"/{HEALTH}/Check", f"/{HEALTH}/Watch", f"/{schema.SERVICE}/ServerLive", f"/{schema.SERVICE}/ServerReady")
 )
 """Methods that need no key."""
-HEALTH_EVERY_S = 0.5
-MAX_METADATA_BYTES = 16 * 1024
-
-
-class _Health(health_pb2_grpc.HealthServicer):
-    """gRPC's health protocol, for the server itself ("") and for the inference service."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    def _status(self, name: str) -> Any:
-        kinds = health_pb2.HealthCheckResponse
-        if name not in ("", schema.SERVICE):
-            return kinds.SERVICE_UNKNOWN
-        return kinds.SERVING if self._service.condition().ready else kinds.NOT_SERVING
-
-    async def Check(self, request: Any, context: Any) -> Any:
-        status = self._status(request.service)
-        if status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service[:100]!r}")
-        return health_pb2.HealthCheckResponse(status=status)
-
-    async def Watch(self, request: Any, context: Any) -> Any:
-        last = None
-        while True:
-            status = self._status(request.service)
-            if status != last:
-                last = status
-                yield health_pb2.HealthCheckResponse(status=status)
-            await asyncio.sleep(HEALTH_EVERY_S)
 
 
 class _KeyCheck(grpc.aio.ServerInterceptor):
@@ -67,7 +35,7 @@ class _KeyCheck(grpc.aio.ServerInterceptor):
         if not self._keys or handler_call_details.method in OPEN:
             return await continuation(handler_call_details)
         headers = metadata_headers(handler_call_details.invocation_metadata)
-        if self._keys.admit(headers):
+        if self._keys.find(headers) is not None:
             return await continuation(handler_call_details)
 
         async def refuse(request: Any, context: Any) -> None:
@@ -106,25 +74,16 @@ async def start_server(service: Service, settings: ServerSettings, keys: Keys, p
         ],
         maximum_concurrent_rpcs=settings.max_connections,
     )
-    server.add_generic_rpc_handlers((_handlers(Servicer(service, keys)),))
-    health_pb2_grpc.add_HealthServicer_to_server(_Health(service), server)
+    server.add_generic_rpc_handlers((_handlers(Servicer(service, keys), service),))
+    health_pb2_grpc.add_HealthServicer_to_server(HealthService(service), server)
     schema.POOL.AddSerializedFile(health_pb2.DESCRIPTOR.serialized_pb)
     reflection.enable_server_reflection((schema.SERVICE, HEALTH, reflection.SERVICE_NAME), server, schema.POOL)
-    address = f"[{settings.host}]:{port}" if ":" in settings.host else f"{settings.host}:{port}"
-    try:
-        if settings.tls_cert:
-            bound = server.add_secure_port(address, _credentials(settings))
-        else:
-            bound = server.add_insecure_port(address)
-    except RuntimeError:
-        bound = 0
-    if bound == 0:
-        raise UsageError(f"gRPC cannot listen on {address}.", remedy="choose another port, or end what uses it")
+    bound = bind_port(server, settings, port, "--grpc-port")
     await server.start()
     return server, bound
 
 
-def _handlers(servicer: Servicer) -> Any:
+def _handlers(servicer: Servicer, service: Service) -> Any:
     """Return the handlers of the service's methods; gRPC answers all others with UNIMPLEMENTED."""
     handlers = {}
     for name in schema.METHODS:
@@ -132,14 +91,8 @@ def _handlers(servicer: Servicer) -> Any:
         kind = grpc.stream_stream_rpc_method_handler if name in schema.STREAMS else grpc.unary_unary_rpc_method_handler
         method = getattr(servicer, name)
         handlers[name] = kind(
-            method if name in schema.STREAMS else with_statuses(method),
-            request_deserializer=request_type.FromString,
+            method if name in schema.STREAMS else with_statuses(method, request_type, service),
+            request_deserializer=bytes,  # messages are counted before they are parsed
             response_serializer=response_type.SerializeToString,
         )
     return grpc.method_handlers_generic_handler(schema.SERVICE, handlers)
-
-
-def _credentials(settings: ServerSettings) -> Any:
-    assert settings.tls_cert is not None
-    key = Path(settings.tls_key or settings.tls_cert).read_bytes()
-    return grpc.ssl_server_credentials([(key, Path(settings.tls_cert).read_bytes())])

@@ -13,8 +13,10 @@ from typing import Any
 import grpc
 
 from inferplane import __version__
+from inferplane.serving.bodies import HeldMemory
 from inferplane.serving.errors import ApiError, internal
 from inferplane.serving.grpc import requests, schema, tensors
+from inferplane.serving.grpc.messages import count_memory, parse_message
 from inferplane.serving.keys import Keys
 from inferplane.serving.rendering import GeneratedChoice, gather_choices
 from inferplane.serving.service import Service
@@ -35,10 +37,19 @@ STATUS = {
     503: grpc.StatusCode.UNAVAILABLE,
 }
 """HTTP status -> gRPC's; all others are INTERNAL."""
+STATUS_BY_CODE = {"busy": grpc.StatusCode.RESOURCE_EXHAUSTED}
+"""Code of an error -> gRPC's status, where the HTTP status says less."""
 MAX_CONCURRENT_REQUESTS = 256
 """Most requests of one stream that run at a time; further ones are not read yet."""
-INPUTS = {"IN": "BYTES", "text_input": "BYTES", "input_ids": "INT64", "max_tokens": "INT32", "stream": "BOOL"}
-OUTPUTS = {"OUT": "BYTES", "text_output": "BYTES", "token_ids": "INT32", "finish_reason": "BYTES"}
+INPUTS = {
+    **{"IN": "BYTES", "text_input": "BYTES", "input_ids": "INT64", "max_tokens": "INT32", "stream": "BOOL"},
+    **{"sampling_parameters": "BYTES", "exclude_input_in_output": "BOOL", "return_finish_reason": "BOOL"},
+    **{"return_num_input_tokens": "BOOL", "return_num_output_tokens": "BOOL"},
+}
+OUTPUTS = {
+    **{"OUT": "BYTES", "text_output": "BYTES", "token_ids": "INT32", "finish_reason": "BYTES"},
+    **{"num_input_tokens": "UINT32", "num_output_tokens": "UINT32"},
+}
 GENERATE = frozenset(("ModelInfer", "ModelStreamInfer"))
 """Methods whose requests have spans."""
 _FINAL, _EMPTY_FINAL = "triton_final_response", "triton_enable_empty_final_response"
@@ -148,12 +159,14 @@ class Servicer:
 
     async def ModelInfer(self, request: Any, context: Any) -> Any:
         caller = self._caller(context)
-        infer = await self._parse("ModelInfer", request, caller)
-        async with self._service.admit(replace(infer.call, **caller)) as generation:
-            return _response(request, infer.rendering.full_response(generation, await gather_choices(generation)))
+        with self._service.body_memory.hold() as held:
+            infer = await self._parse("ModelInfer", request, caller, held)
+            async with self._service.admit(replace(infer.call, **caller)) as generation:
+                return _response(request, infer.rendering.full_response(generation, await gather_choices(generation)))
 
-    async def ModelStreamInfer(self, stream: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        """Yield answers as they are generated, each with its request's id. An error ends only its own request.
+    async def ModelStreamInfer(self, stream: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
+        """Yield answers as they are generated, each with its request's id. An error ends only its own request, unless
+        it is in what makes a message.
 
         If a client leaves an answer unread for too long, its call is cancelled, as over HTTP: its requests hold slots.
         """
@@ -169,7 +182,7 @@ class Servicer:
         try:
             while (answer := await answers.get()) is not None:
                 if isinstance(answer, ApiError):
-                    await context.abort(STATUS[answer.status], answer.message)
+                    await context.abort(grpc_status(answer), answer.message)
                 unread = loop.call_later(self._service.settings.write_timeout_s, cancel)
                 yield answer
                 unread.cancel()
@@ -180,12 +193,14 @@ class Servicer:
             with suppress(asyncio.CancelledError):
                 await reader
 
-    async def _parse(self, method: str, request: Any, caller: Mapping[str, Any]) -> requests.InferCall:
+    async def _parse(
+        self, method: str, request: Any, caller: Mapping[str, Any], held: HeldMemory
+    ) -> requests.InferCall:
         """Parse a request; a refusal counts and has a span."""
         started = time.monotonic()
         try:
             self._resolve_name(request.model_name, request.model_version)
-            return await requests.parse_infer_request(request, self._service)
+            return await requests.parse_infer_request(request, self._service, held)
         except ApiError as error:
             record_refusal(self._service, method, error, caller["trace"], time.monotonic() - started)
             raise
@@ -193,32 +208,52 @@ class Servicer:
     def _caller(self, context: Any) -> dict[str, Any]:
         """Return the fields of a `GenerateCall` that depend on the caller."""
         found = metadata_headers(context.invocation_metadata())
-        return {"tenant": self._keys.tenant(found), "trace": trace_headers(found)}
+        return {"key": self._keys.find(found), "trace": trace_headers(found)}
 
-    async def _read(self, stream: AsyncIterator[Any], answers: asyncio.Queue[Any], caller: dict[str, Any]) -> None:
+    async def _read(self, stream: AsyncIterator[bytes], answers: asyncio.Queue[Any], caller: dict[str, Any]) -> None:
         tasks: set[asyncio.Task[None]] = set()
+        kind = schema.message("ModelInferRequest")
         try:
-            async for request in stream:
+            async for data in stream:
                 while len(tasks) >= MAX_CONCURRENT_REQUESTS:
                     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                task = asyncio.create_task(self._answer(request, answers, caller))
+                held = self._service.body_memory.hold()
+                num_bytes = count_memory(kind, data)
+                try:
+                    held.add(num_bytes)
+                except ApiError as error:  # there is no memory for this request, but maybe for the next one
+                    self._service.count_refusal(error)
+                    await answers.put(_failure(parse_message(schema.message("ModelInferRequestHead"), data), error))
+                    continue
+                try:
+                    request = parse_message(kind, data)
+                except ApiError:
+                    held.release()
+                    raise
+                task = asyncio.create_task(self._answer(request, answers, caller, held))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
+                task.add_done_callback(held.release)  # also if it never began
             while tasks:
                 await asyncio.wait(tasks)
             await answers.put(None)
-        except Exception as error:  # not a message of the protocol: reading stops
+        except ApiError as error:  # not a message of the protocol: reading stops
+            self._service.count_refusal(error)
+            await answers.put(error)
+        except Exception as error:
             log.info("a stream of requests ended: %s: %s", type(error).__name__, error)
-            await answers.put(ApiError(400, "A message of this stream is no ModelInferRequest.", code="invalid_value"))
+            await answers.put(ApiError(400, "This stream of requests cannot be read.", code="invalid_value"))
         finally:
             for task in list(tasks):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _answer(self, request: Any, answers: asyncio.Queue[Any], caller: dict[str, Any]) -> None:
+    async def _answer(
+        self, request: Any, answers: asyncio.Queue[Any], caller: dict[str, Any], held: HeldMemory
+    ) -> None:
         """Run one request of a stream, from its admission to its last answer."""
         try:
-            async for response in self._pieces(request, caller):
+            async for response in self._pieces(request, caller, held):
                 await answers.put(_new("ModelStreamInferResponse", infer_response=response))
         except ApiError as error:
             await answers.put(_failure(request, error))
@@ -226,8 +261,8 @@ class Servicer:
             log.exception("a request failed inside the server")
             await answers.put(_failure(request, internal()))
 
-    async def _pieces(self, request: Any, caller: dict[str, Any]) -> AsyncIterator[Any]:
-        infer = await self._parse("ModelStreamInfer", request, caller)
+    async def _pieces(self, request: Any, caller: dict[str, Any], held: HeldMemory) -> AsyncIterator[Any]:
+        infer = await self._parse("ModelStreamInfer", request, caller, held)
         empty_final = tensors.parameters(request).get(_EMPTY_FINAL) is True
         async with self._service.admit(replace(infer.call, **caller)) as generation:
             choices = [GeneratedChoice() for _ in range(generation.num_choices)]
@@ -245,6 +280,11 @@ class Servicer:
                 yield _response(request, {}, final=True)
 
 
+def grpc_status(error: ApiError) -> grpc.StatusCode:
+    """Return the status of gRPC for an error."""
+    return STATUS_BY_CODE.get(error.code) or STATUS.get(error.status, grpc.StatusCode.INTERNAL)
+
+
 def record_refusal(service: Service, method: str, error: ApiError, trace: Mapping[str, str], took_s: float) -> None:
     """Count a call, or a request of a stream, that was refused before admission, and make its span.
 
@@ -257,7 +297,7 @@ def record_refusal(service: Service, method: str, error: ApiError, trace: Mappin
     """
     service.count_refusal(error)
     if service.tracer is not None and method in GENERATE:
-        name, status = f"{schema.SERVICE}/{method}", STATUS.get(error.status, grpc.StatusCode.INTERNAL).name
+        name, status = f"{schema.SERVICE}/{method}", grpc_status(error).name
         attributes = {"rpc.system.name": "grpc", "rpc.method": name, "rpc.response.status_code": status}
         service.tracer.trace_refusal(name, attributes, trace, error.code, took_s)
 
@@ -295,18 +335,28 @@ def _failure(request: Any, error: ApiError) -> Any:
 Method = Callable[[Any, Any], Awaitable[Any]]
 
 
-def with_statuses(method: Method) -> Method:
-    """Return a method whose ApiErrors become gRPC statuses."""
+def with_statuses(method: Method, kind: Any, service: Service) -> Method:
+    """Return a method that takes its request as it was sent, and whose ApiErrors become gRPC statuses.
 
-    async def call(request: Any, context: Any) -> Any:
+    Args:
+        method: takes a message, and the call's context.
+        kind: the message's type.
+        service: has memory for messages.
+    """
+
+    async def call(data: bytes, context: Any) -> Any:
         try:
-            return await method(request, context)
+            with service.body_memory.hold() as held:
+                with service.count_refusals():
+                    held.add(count_memory(kind, data))
+                    request = parse_message(kind, data)
+                return await method(request, context)
         except ApiError as error:
             trailing = [("inferplane-code", error.code)]
             if error.retry_after_s is not None:
                 trailing.append(("retry-after", str(error.retry_after_s)))
             context.set_trailing_metadata(trailing)
-            await context.abort(STATUS.get(error.status, grpc.StatusCode.INTERNAL), error.message)
+            await context.abort(grpc_status(error), error.message)
         except Exception as error:
             if isinstance(error, grpc.aio.AbortError):
                 raise

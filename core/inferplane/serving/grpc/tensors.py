@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -11,7 +11,9 @@ import numpy as np
 
 from inferplane.serving.errors import invalid
 
-MAX_ELEMENTS = 2**24
+MAX_DIMENSIONS = 8
+MAX_ENTRIES = 128
+"""Most tensors or parameters of a request: the formats have some thirty names."""
 DTYPES = {
     "BOOL": ("bool_contents", np.bool_),
     "UINT8": ("uint_contents", np.uint8),
@@ -30,12 +32,19 @@ BYTES = "BYTES"
 _LENGTH = struct.Struct("<I")
 
 
-def read(request: Any) -> dict[str, list[Any]]:
+def read(request: Any, longest: Mapping[str, int]) -> dict[str, list[Any]]:
     """Return the inputs of a `ModelInferRequest` by name, each as a flat list of numbers or bytes.
 
+    Args:
+        request: the message.
+        longest: most elements of the tensors that may have several; any other has one.
+
     Raises:
-        ApiError: a tensor does not hold what its datatype and shape say, or two have the same name.
+        ApiError: a tensor does not hold what its datatype and shape say, or too much, or two have the same name.
     """
+    for field in ("inputs", "raw_input_contents", "parameters"):
+        if (number := len(getattr(request, field))) > MAX_ENTRIES:
+            raise invalid(f"{number} {field}; at most {MAX_ENTRIES}.", field, "too_many")
     raw, tensors = list(request.raw_input_contents), list(request.inputs)
     if raw and len(raw) != len(tensors):
         raise invalid(f"{len(tensors)} inputs with {len(raw)} raw contents.", "raw_input_contents")
@@ -48,43 +57,51 @@ def read(request: Any) -> dict[str, list[Any]]:
         if tensor.datatype not in (*DTYPES, BYTES):
             known = ", ".join((*DTYPES, BYTES))
             raise invalid(f"{tensor.name} has the datatype {tensor.datatype[:40]!r}. There is: {known}.", tensor.name)
-        values = _raw(tensor, raw[i]) if raw else _typed(tensor)
-        count = _count(tensor)
+        count = _count(tensor, longest.get(tensor.name, 1))
+        values = _raw(tensor, raw[i], count) if raw else _read_typed(tensor)
         if len(values) != count:
             raise invalid(f"{tensor.name} holds {len(values)} elements; its shape says {count}.", tensor.name)
-        found[tensor.name] = values
+        found[tensor.name] = list(values)
     return found
 
 
-def _count(tensor: Any) -> int:
+def _count(tensor: Any, longest: int) -> int:
+    if len(tensor.shape) > MAX_DIMENSIONS:
+        raise invalid(f"{tensor.name} has {len(tensor.shape)} dimensions; at most {MAX_DIMENSIONS}.", tensor.name)
     if any(d < 0 for d in tensor.shape):
         raise invalid(f"{tensor.name} has the shape {list(tensor.shape)}.", tensor.name)
     count = prod(tensor.shape)
-    if count > MAX_ELEMENTS:
-        raise invalid(f"{tensor.name} has {count} elements; at most {MAX_ELEMENTS}.", tensor.name)
+    if count > longest:
+        code = "context_length_exceeded" if tensor.name == "input_ids" else "invalid_value"
+        raise invalid(f"{tensor.name} holds {count} elements; at most {longest}.", tensor.name, code)
     return count
 
 
-def _typed(tensor: Any) -> list[Any]:
+def _read_typed(tensor: Any) -> Sequence[Any]:
     if tensor.datatype == BYTES:
-        return list(tensor.contents.bytes_contents)
-    return list(getattr(tensor.contents, DTYPES[tensor.datatype][0]))
+        found: Sequence[Any] = tensor.contents.bytes_contents
+        return found
+    typed: Sequence[Any] = getattr(tensor.contents, DTYPES[tensor.datatype][0])
+    return typed
 
 
-def _raw(tensor: Any, data: bytes) -> list[Any]:
+def _raw(tensor: Any, data: bytes, count: int) -> Sequence[Any]:
     if tensor.datatype == BYTES:
-        return _strings(tensor.name, data)
+        return _strings(tensor.name, data, count)
     dtype = np.dtype(DTYPES[tensor.datatype][1]).newbyteorder("<")
     if len(data) % dtype.itemsize:
         raise invalid(f"{tensor.name} holds {len(data)} bytes, no multiple of {dtype.itemsize}.", tensor.name)
+    if len(data) != count * dtype.itemsize:
+        return range(len(data) // dtype.itemsize)  # only their number is of use
     values: list[Any] = np.frombuffer(data, dtype).tolist()
     return values
 
 
-def _strings(name: str, data: bytes) -> list[bytes]:
-    """Split data into byte strings, each preceded by its length in four bytes."""
-    found, at = [], 0
-    while at < len(data):
+def _strings(name: str, data: bytes, count: int) -> list[bytes]:
+    """Split data into byte strings, each preceded by its length in four bytes; at most one more than `count`."""
+    found: list[bytes] = []
+    at = 0
+    while at < len(data) and len(found) <= count:
         if at + _LENGTH.size > len(data):
             raise invalid(f"{name}: the length of a string is cut off.", name)
         (length,) = _LENGTH.unpack_from(data, at)

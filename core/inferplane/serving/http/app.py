@@ -8,6 +8,7 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import Route
 
 from inferplane import __version__
 from inferplane.serving import page
@@ -20,6 +21,10 @@ from inferplane.serving.http.responses import Handler, error_response, openai_er
 from inferplane.serving.http.scope import App, Receive, Scope, Send
 from inferplane.serving.keys import Keys
 from inferplane.serving.service import Service
+
+MAX_PATH_CHARACTERS = 100
+UNLISTED = ("/status", "/openapi.json")
+"""Routes that are not part of the description of the interface, and that an answer to an unknown path names."""
 
 
 class _Routes(FastAPI):
@@ -51,8 +56,8 @@ def full_app(service: Service) -> FastAPI:
 
 
 def health_app(service: Service) -> FastAPI:
-    """Make an application with the health routes only, for a port of their own."""
-    return _app(service, [operation.health_routes(service)])
+    """Make an application with the health routes only, for a port and a thread of their own."""
+    return _app(service, [operation.health_routes(service, outside=True)])
 
 
 def metrics_app(service: Service) -> FastAPI:
@@ -68,7 +73,10 @@ def add_gate(app: FastAPI, service: Service, keys: Keys) -> tuple[App, Gate]:
     Returns:
         The application to serve, and its gate.
     """
-    gate = Gate(app, service.settings, keys, AdmissionFastPath(service, generate.PATHS, generate.NATIVE))
+    app.state.needs_key = bool(keys)
+    body_paths = [route.path for route in app.routes if isinstance(route, Route) and "POST" in (route.methods or ())]
+    fast_path = AdmissionFastPath(service, generate.PATHS, generate.NATIVE)
+    gate = Gate(app, service.settings, keys, fast_path, body_paths)
     origins = service.settings.cors_origins
     if not origins:
         return gate, gate
@@ -100,12 +108,26 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    messages = {404: "There is no such route.", 405: "This route has no such method."}
-    api_error = ApiError(error.status_code, messages.get(error.status_code, str(error.detail)), code="http_error")
+    api_error = ApiError(error.status_code, _describe_routes_here(request, error), code="http_error")
     request.app.service.count_refusal(api_error)
     response = error_response(api_error, api_error.body())
     response.headers.update(error.headers or {})
     return response
+
+
+def _describe_routes_here(request: Request, error: HTTPException) -> str:
+    """What was requested, and which routes there are."""
+    method, path = request.method, request.url.path[:MAX_PATH_CHARACTERS]
+    if error.status_code == 405:
+        return f"{path} has no {method}; it has {(error.headers or {}).get('Allow', 'other methods')}."
+    if error.status_code != 404:
+        return str(error.detail)
+    there_are = dict.fromkeys(
+        f"{' or '.join(sorted(route.methods - {'HEAD'}))} {route.path}"
+        for route in request.app.routes
+        if isinstance(route, Route) and route.methods and (route.include_in_schema or route.path in UNLISTED)
+    )
+    return f"There is no {method} {path}. There is: {', '.join(there_are)}. docs/serving.md says what each does."
 
 
 async def _on_fault(request: Request, error: Exception) -> Response:

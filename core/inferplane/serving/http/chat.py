@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from inferplane.serving.admission import GenerateCall
-from inferplane.serving.errors import ApiError, invalid
+from inferplane.serving.chat_template.fields import TemplateVariables
+from inferplane.serving.chat_template.template import render_conversation
+from inferplane.serving.errors import invalid
 from inferplane.serving.generation import Generation, Piece
 from inferplane.serving.http import constraints
-from inferplane.serving.http.chat_wire import ChatRequest, Message, NamedTool, Tool
+from inferplane.serving.http.chat_wire import ChatRequest, NamedTool, Tool
+from inferplane.serving.http.schemas import arguments_schema, relax
 from inferplane.serving.http.tools import Call, ToolPlan, ToolReader, describe_tools, new_call_id
 from inferplane.serving.rendering import GeneratedChoice, OpenAIRendering, finite_logprob
 
@@ -20,23 +21,29 @@ if TYPE_CHECKING:
     from inferplane.serving.model import ServedModel
 
 WORDS = {**constraints.WORDS, "prompt": "messages", "logprobs": "top_logprobs"}
-ANY_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
 def plan_tools(request: ChatRequest) -> ToolPlan:
-    """Return what the tools of a request mean; raise ApiError 400 if `tool_choice` names a missing tool."""
-    tools = {t.function.name: t.function.parameters or ANY_PARAMETERS for t in request.tools or ()}
+    """Return what the tools of a request mean; raise ApiError 400 if `tool_choice` names a missing tool, or the
+    arguments of one are no object.
+    """
+    tools, dropped = {}, set[str]()
+    for function in (t.function for t in request.tools or ()):
+        schema = arguments_schema(function.name, function.parameters)
+        tools[function.name] = schema if function.strict else relax(schema, dropped)
     parallel = request.parallel_tool_calls is not False
     choice = request.tool_choice
     if isinstance(choice, NamedTool):
         if choice.function.name not in tools:
             raise invalid(f"tool_choice names {choice.function.name!r}, which is none of the tools.", "tool_choice")
-        return ToolPlan("named", tools, choice.function.name, parallel)
+        return ToolPlan("named", tools, choice.function.name, parallel, tuple(sorted(dropped)))
     if not tools and choice == "required":
         raise invalid("tool_choice is 'required', and there are no tools.", "tool_choice")
     if not tools or choice == "none":
         return ToolPlan()
-    return ToolPlan("required" if choice == "required" else "auto", tools, parallel=parallel)
+    if choice == "required":
+        return ToolPlan("required", tools, "", parallel, tuple(sorted(dropped)))
+    return ToolPlan("auto", tools, parallel=parallel)
 
 
 async def build_call(request: ChatRequest, model: ServedModel, plan: ToolPlan) -> GenerateCall:
@@ -51,84 +58,55 @@ async def build_call(request: ChatRequest, model: ServedModel, plan: ToolPlan) -
     if request.logprobs:
         sampling["logprobs"] = request.top_logprobs or 0
     words = {**WORDS, "max_tokens": "max_completion_tokens" if request.max_completion_tokens else "max_tokens"}
-    sampling.update(request.constraint())
+    constraint, ignored = request.constraint()
+    sampling.update(constraint)
     if plan.mode in ("required", "named"):
         found = next((name for name in ("json_schema", "regex", "grammar") if name in sampling), None)
         if found is not None:
             name = WORDS.get(found, found)
             raise invalid(f"{name} and a tool_choice that demands a call exclude each other.", name)
         sampling["json_schema"], words["json_schema"] = plan.schema(), "tools"
-    text = await render_messages(request.messages, request.tools if plan.mode != "none" else None, model)
+        ignored = [f"tools.{keyword}" for keyword in plan.not_enforced]
+    variables = request.template_variables(model.template.facts if model.template is not None else None)
+    tools = request.tools if plan.mode != "none" else None
+    text = await render_messages(request.messages, tools, model, variables)
     return GenerateCall(
         prompts=[text],
         sampling=sampling,
         max_tokens=request.max_completion_tokens or request.max_tokens,
         n=request.n or 1,
         timeout_s=request.timeout,
-        special=False,
+        special=bool(request.add_special_tokens),
         operation="chat",
         model=request.model or "",
         words=words,
+        ignored=[*ignored, *variables.ignored],
     )
 
 
-async def render_messages(messages: Sequence[Message], tools: Sequence[Tool] | None, model: ServedModel) -> str:
+async def render_messages(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Tool] | None,
+    model: ServedModel,
+    variables: TemplateVariables | None = None,
+) -> str:
     """Render a conversation with the model's template; tools become text if the template does not support them.
+
+    Args:
+        messages: of `normalize_messages`.
+        tools: of the request.
+        model: has the template.
+        variables: for the template.
 
     Raises:
         ApiError: the template refuses the conversation in every form that is tried.
     """
-    template, refusal = model.template, None
-    given = [t.model_dump(exclude_none=True) for t in tools or ()]
-    description = describe_tools(given) if given and template is not None and not template.supports_tools else ""
-    calls = any(m.tool_calls for m in messages)
-    empties = (None, "") if calls and template is not None and template.supports_null_content else ("",)
-    # Some templates take a call's arguments as data, others as text; some refuse the system's role.
-    for empty, parse in product(empties, (True, False) if calls else (True,)):
-        plain = [_to_plain(m, empty, parse=parse) for m in messages]
-        for role in ("system", "user") if description else ("",):
-            try:
-                return await model.render(_prepend(description, plain, role) if description else plain, given)
-            except ApiError as error:
-                if error.code in ("too_slow", "template_failed", "no_chat_template"):  # in any form
-                    raise
-                refusal = refusal or error
-    assert refusal is not None
-    raise refusal
-
-
-def _prepend(text: str, messages: Sequence[Mapping[str, Any]], role: str) -> list[Mapping[str, Any]]:
-    """Put a text before the first message of a role; if there is none, such a message comes first."""
-    at = next((i for i, message in enumerate(messages) if message["role"] == role), None)
-    if at is None:
-        return [{"role": role, "content": text}, *messages]
-    changed = {**messages[at], "content": f"{text}\n\n{messages[at]['content'] or ''}"}
-    return [*messages[:at], changed, *messages[at + 1 :]]
-
-
-def _to_plain(message: Message, empty: str | None, *, parse: bool) -> dict[str, Any]:
-    """Return a message as templates expect it, with plain text.
-
-    Args:
-        message: of the request.
-        empty: the content of an assistant message that has only tool calls.
-        parse: give the arguments of calls as data, not as text.
-    """
-    content = message.content
-    if isinstance(content, list):
-        content = "\n".join(part.text for part in content)
-    role = "system" if message.role == "developer" else message.role
-    out: dict[str, Any] = {"role": role, "content": content or (empty if message.tool_calls else "")}
-    out.update({k: v for k in ("name", "tool_call_id") if (v := getattr(message, k)) is not None})
-    if message.tool_calls:
-        calls = [c.model_dump() for c in message.tool_calls]
-        for call in calls if parse else ():
-            try:
-                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-            except (ValueError, RecursionError):
-                raise invalid("The arguments of a tool call are not valid JSON.", "messages") from None
-        out["tool_calls"] = calls
-    return out
+    given = [t.given for t in tools or ()]
+    needs_description = given and model.template is not None and not model.template.facts.supports_tools
+    description = describe_tools(given) if needs_description else ""
+    variables = variables or TemplateVariables({})
+    text = await render_conversation(model, variables.mark_last(messages), given, description, variables.values)
+    return variables.truncate_at_mark(text)
 
 
 class ChatRendering(OpenAIRendering):
@@ -151,10 +129,15 @@ class ChatRendering(OpenAIRendering):
     # -- a stream
 
     def opening(self, generation: Generation) -> bytes:
-        return b"".join(self._chunk(i, {"role": "assistant", "content": ""}) for i in range(generation.num_choices))
+        chunks = []
+        for i in range(generation.num_choices):
+            self.count_so_far(generation, i)
+            chunks.append(self._chunk(i, {"role": "assistant", "content": ""}))
+        return b"".join(chunks)
 
     def piece(self, generation: Generation, piece: Piece) -> bytes:
         delta, index = piece.delta, piece.choice
+        self.count_so_far(generation, index, len(delta.token_ids))
         reader = self._readers.setdefault(index, ToolReader(self._plan))
         content = reader.feed(delta.text)
         out = []
@@ -162,7 +145,7 @@ class ChatRendering(OpenAIRendering):
             out.append(self._arguments(index, delta.text))
         logprobs = self._logprobs(delta.logprobs)
         ids = delta.token_ids if self._request.return_token_ids else None
-        if content and ids is None and logprobs is None:
+        if content and ids is None and logprobs is None and not self._includes_usage_so_far:
             out.append(self._frames.encode(index, content, lambda text: self._chunk(index, {"content": text})))
         elif content or ids or (logprobs and logprobs["content"]):
             out.append(self._chunk(index, {"content": content} if content else {}, logprobs, ids=ids))
@@ -174,7 +157,7 @@ class ChatRendering(OpenAIRendering):
         """Return a piece of the arguments of the one requested call."""
         if index not in self._named:
             self._named.add(index)
-            return self._chunk(index, {"tool_calls": [_streamed(0, Call(self._plan.named, text))]})
+            return self._chunk(index, {"tool_calls": [_format_streamed(0, Call(self._plan.named, text))]})
         if not text:
             return b""
         return self._chunk(index, {"tool_calls": [{"index": 0, "function": {"arguments": text}}]})
@@ -185,7 +168,7 @@ class ChatRendering(OpenAIRendering):
         if rest and self._plan.mode != "named":
             out.append(self._chunk(index, {"content": rest}))
         for i, call in enumerate(calls):
-            out.append(self._chunk(index, {"tool_calls": [_streamed(i, call)]}))
+            out.append(self._chunk(index, {"tool_calls": [_format_streamed(i, call)]}))
         called = bool(calls) or self._plan.mode == "named"
         out.append(self._chunk(index, {}, reason=_reason(reason, called)))
         return b"".join(out)
@@ -248,7 +231,7 @@ def _full(call: Call) -> dict[str, Any]:
     return {"id": new_call_id(), "type": "function", "function": function}
 
 
-def _streamed(index: int, call: Call) -> dict[str, Any]:
+def _format_streamed(index: int, call: Call) -> dict[str, Any]:
     return {"index": index, **_full(call)}
 
 

@@ -7,12 +7,27 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
+from inferplane.dialogue.messages import MAX_NAME_CHARACTERS
+from inferplane.serving.chat_template.fields import TemplateFields
 from inferplane.serving.http.constraints import Constrained
-from inferplane.serving.wire import Alternatives, Count, FunctionName, GeneratedResponse, JsonObject
+from inferplane.serving.request_fields import Refused
+from inferplane.serving.wire import (
+    MAX_MESSAGES,
+    Alternatives,
+    AtMost,
+    Count,
+    DescribedBy,
+    FunctionName,
+    GeneratedResponse,
+    JsonObject,
+    RequestBody,
+    RequestObject,
+    read_messages,
+)
 
-MAX_MESSAGES, MAX_TOOLS, MAX_PARTS = 2048, 128, 1024
+MAX_TOOLS, MAX_MODALITIES = 128, 8
 
 
 class TextPart(JsonObject):
@@ -22,74 +37,115 @@ class TextPart(JsonObject):
     text: str
 
 
-class NamedFunction(JsonObject):
+class NamedFunction(RequestObject):
     """The name of a function, which may be one that must be called."""
 
     name: FunctionName
 
 
-class CalledFunction(NamedFunction):
-    """A function that an earlier answer called."""
+class RefusalPart(JsonObject):
+    """A part of an earlier answer."""
 
-    arguments: str
+    type: Literal["refusal"]
+    refusal: str
 
 
-class ToolCall(JsonObject):
+class EarlierFunction(JsonObject):
+    """A function that an earlier answer called; its arguments are JSON text, which may be empty or cut off, or data."""
+
+    name: str = Field(min_length=1, max_length=MAX_NAME_CHARACTERS)
+    arguments: str | dict[str, Any] | None = None
+
+
+class EarlierCall(JsonObject):
     """A call in a message."""
 
-    id: str = Field(max_length=256)
-    type: Literal["function"]
-    function: CalledFunction
+    id: str | None = Field(None, max_length=MAX_NAME_CHARACTERS)
+    type: Literal["function"] = "function"
+    function: EarlierFunction
 
 
 class Message(JsonObject):
-    """One message of the conversation. Any order of roles is accepted here; the model's template may refuse it."""
+    """One message of the conversation. Any order of roles is accepted here; the model's template may refuse it.
+
+    This describes messages; `normalize_messages` checks them. It passes other keys to the template.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None = None
-    name: str | None = Field(None, max_length=256)
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
-    tool_call_id: str | None = Field(None, max_length=256)
+    content: str | list[TextPart | RefusalPart] | None = Field(
+        None, description="Required in a message without tool_calls."
+    )
+    name: str | None = Field(None, max_length=MAX_NAME_CHARACTERS)
+    tool_calls: list[EarlierCall] | None = None
+    tool_call_id: str | None = Field(None, max_length=MAX_NAME_CHARACTERS)
+
+
+Messages = Annotated[list[Annotated[Any, DescribedBy(Message)]], Field(min_length=1), AtMost(MAX_MESSAGES)]
 
 
 class Function(NamedFunction):
     """A function that may be called."""
 
+    refused = dict.fromkeys(("schema", "input_schema", "json_schema"), Refused("parameters"))
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(JsonObject):
+class Tool(RequestObject):
     """A tool; every tool is a function."""
 
+    refused = {name: Refused(f"function.{name}") for name in ("parameters", "strict")}
     type: Literal["function"]
     function: Function
+    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The tool as the client wrote it, which is what templates get: with its order of keys, and its nulls."""
+        return self._given
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep(cls, data: Any, handler: ModelWrapValidatorHandler[Tool]) -> Tool:
+        found: Tool = handler(data)
+        if isinstance(data, dict):
+            found._given = data
+        return found
 
 
-class NamedTool(JsonObject):
+class NamedTool(RequestObject):
     """The tool that must be called."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class ChatRequest(Constrained):
+class ConversationRequest(RequestBody):
+    """A request with messages, which are normalized once all other fields have been checked."""
+
+    messages: Messages | None = None
+
+    @model_validator(mode="after")
+    def _normalize(self) -> ConversationRequest:
+        if self.messages is not None:
+            self.messages = read_messages(self.messages)
+        return self
+
+
+class ChatRequest(Constrained, TemplateFields, ConversationRequest):
     """A conversation to be answered."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Messages
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], AtMost(MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    modalities: list[Literal["text"]] | None = None
-    audio: None = Field(None, description="Not supported.")
-    functions: None = Field(None, description="Not supported: use tools.")
-    function_call: None = Field(None, description="Not supported: use tool_choice.")
-    web_search_options: None = Field(None, description="Not supported.")
+    add_special_tokens: bool | None = Field(None, description="Add the model's special tokens around the conversation.")
+    modalities: Annotated[list[Literal["text"]], AtMost(MAX_MODALITIES)] | None = None
 
 
 class TopLogprob(JsonObject):
@@ -110,6 +166,20 @@ class ChatLogprobs(JsonObject):
     """Log-probabilities of an answer."""
 
     content: list[TokenInfo] | None
+
+
+class CalledFunction(NamedFunction):
+    """A function that the model called."""
+
+    arguments: str
+
+
+class ToolCall(JsonObject):
+    """A call in an answer."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
 
 
 class AnswerMessage(JsonObject):

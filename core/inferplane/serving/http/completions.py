@@ -5,6 +5,7 @@ Source: https://platform.openai.com/docs/api-reference/completions.
 
 from __future__ import annotations
 
+from codecs import IncrementalDecoder, getincrementaldecoder
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,7 +16,15 @@ from inferplane.serving.errors import invalid
 from inferplane.serving.generation import Generation, Piece
 from inferplane.serving.http.constraints import WORDS, Constrained
 from inferplane.serving.rendering import GeneratedChoice, OpenAIRendering, finite_logprob, top_with_own
-from inferplane.serving.wire import MAX_TOKENS, Alternatives, GeneratedResponse, JsonObject, TokenId
+from inferplane.serving.wire import (
+    MAX_TOKENS,
+    Alternatives,
+    GeneratedResponse,
+    JsonObject,
+    ManyTokenIds,
+    Texts,
+    TokenIds,
+)
 
 if TYPE_CHECKING:
     from inferplane.engine.request.results import TokenLogprob
@@ -25,15 +34,12 @@ DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for completions."""
 
 Text = Annotated[str, Field(min_length=1)]
-Ids = Annotated[list[TokenId], Field(min_length=1)]
-Texts = Annotated[list[Text], Field(min_length=1)]
-ManyIds = Annotated[list[Ids], Field(min_length=1)]
 
 
 class CompletionRequest(Constrained):
     """A text to be continued."""
 
-    prompt: Text | Texts | Ids | ManyIds
+    prompt: Text | Texts | TokenIds | ManyTokenIds
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     echo: bool | None = None
     logprobs: Alternatives | None = None
@@ -50,7 +56,8 @@ class CompletionRequest(Constrained):
         n = self.n or 1
         if self.best_of is not None and self.best_of != n:
             raise invalid("best_of other than n is not supported.", "best_of", "unsupported")
-        sampling = {**self.sampling_fields(), **self.constraint()}
+        constraint, ignored = self.constraint()
+        sampling = {**self.sampling_fields(), **constraint}
         if self.logprobs is not None:
             sampling["logprobs"] = self.logprobs
             if self.echo:
@@ -67,6 +74,7 @@ class CompletionRequest(Constrained):
             timeout_s=self.timeout,
             model=self.model or "",
             words=WORDS,
+            ignored=ignored,
         )
 
 
@@ -110,11 +118,13 @@ class CompletionRendering(OpenAIRendering):
         super().__init__(request, model, name, f"cmpl-{request_id}", "text_completion")
         self._request = request
         self._prompt_only = request.max_tokens == 0
-        self._offsets: dict[int, int] = {}
-        self._plain = request.logprobs is None and not request.return_token_ids and not self._prompt_only
+        self._offsets: dict[int, tuple[int, IncrementalDecoder]] = {}
+        differs = request.return_token_ids or request.includes_usage_so_far or self._prompt_only
+        self._plain = request.logprobs is None and not differs
 
     def piece(self, generation: Generation, piece: Piece) -> bytes:
         delta, index = piece.delta, piece.choice
+        self.count_so_far(generation, index, 0 if self._prompt_only else len(delta.token_ids))
         first = index not in self._offsets
         if self._plain and not first and delta.finish_reason is None:
             encode_piece = lambda text: self.chunk(self._choice(generation, index, GeneratedChoice(text), False))  # noqa: E731
@@ -157,27 +167,31 @@ class CompletionRendering(OpenAIRendering):
     def _logprobs(
         self, generation: Generation, index: int, choice: GeneratedChoice, echo: bool
     ) -> dict[str, Any] | None:
-        offset = self._offsets.setdefault(index, 0)
+        offset, decoder = self._offsets.setdefault(index, (0, getincrementaldecoder("utf-8")("replace")))
         if self._request.logprobs is None:
             return None
         tokens: list[TokenLogprob | None] = []
         ids: list[int] = []
+        before, text = 0, self._prompt_text(generation, index) if echo else ""
         if echo:
             prompt = generation.prompts[index // generation.call.n]
             tokens += choice.prompt_logprobs or [None] * len(prompt)
             ids += prompt
+            before = len(prompt)
         if not self._prompt_only:
             tokens += choice.logprobs or []
             ids += [t.token_id for t in choice.logprobs or []]
         out: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token_id, token in zip(ids, tokens):
+        spelled = self._model.token_text
+        for i, (token_id, token) in enumerate(zip(ids, tokens)):
             name = self._model.token_name(token_id)
             out["tokens"].append(name)
             out["token_logprobs"].append(None if token is None else finite_logprob(token.logprob))
             out["top_logprobs"].append(None if token is None else self._top(token))
             out["text_offset"].append(offset)
-            offset += len(name)
-        self._offsets[index] = offset
+            if spelled is not None:
+                offset += spelled.count_characters(token_id, decoder, text if i < before else None, offset)
+        self._offsets[index] = offset, decoder
         return out
 
     def _top(self, token: TokenLogprob) -> dict[str, float]:

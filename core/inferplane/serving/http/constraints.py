@@ -10,37 +10,43 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from inferplane.serving.errors import invalid
-from inferplane.serving.wire import FunctionName, JsonObject, SamplingFields
+from inferplane.serving.http.schemas import relax
+from inferplane.serving.request_fields import Refused
+from inferplane.serving.wire import FunctionName, RequestObject, SamplingFields
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 WORDS = {"json_schema": "response_format", "timeout_s": "timeout"}
-_INSTEAD = "Not supported: use response_format."
 
 
-class SchemaOfAnswer(JsonObject):
+class SchemaOfAnswer(RequestObject):
     """A named JSON schema."""
 
+    refused = {"json_schema": Refused("schema")}
     name: FunctionName
     description: str | None = None
     json_schema: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
-class AsText(JsonObject):
+class AsText(RequestObject):
     """Any text."""
 
+    refused = dict.fromkeys(("schema", "json_schema"), Refused("the type json_schema"))
     type: Literal["text"]
 
 
-class AsObject(JsonObject):
-    """Any JSON object."""
+class AsObject(RequestObject):
+    """Any JSON object, or as other servers have it, one that fits a schema as far as possible."""
 
+    refused = {"json_schema": Refused("the type json_schema")}
     type: Literal["json_object"]
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
 
 
-class AsSchema(JsonObject):
+class AsSchema(RequestObject):
     """JSON that fits a schema."""
 
+    refused = {"schema": Refused("json_schema.schema")}
     type: Literal["json_schema"]
     json_schema: SchemaOfAnswer
 
@@ -49,33 +55,32 @@ ResponseFormat = Annotated[AsText | AsObject | AsSchema, Field(discriminator="ty
 
 
 class Constrained(SamplingFields):
-    """Sampling under a constraint.
-
-    The names that other servers have for constraints are refused: ignoring one would return text that looks like a
-    valid answer and is not.
-    """
+    """Sampling under a constraint."""
 
     response_format: ResponseFormat | None = None
     regex: str | None = Field(None, description="The whole text matches this regular expression (Rust's syntax).")
     grammar: str | None = Field(None, description="The text belongs to this grammar (llguidance's dialect of Lark).")
-    guided_json: None = Field(None, description=_INSTEAD)
-    guided_regex: None = Field(None, description="Not supported: use regex.")
-    guided_choice: None = Field(None, description="Not supported: use regex.")
-    guided_grammar: None = Field(None, description="Not supported: use grammar.")
-    structured_outputs: None = Field(None, description="Not supported: use response_format, regex or grammar.")
-    json_schema: None = Field(None, description=_INSTEAD)
-    ebnf: None = Field(None, description="Not supported: use grammar.")
 
-    def constraint(self) -> dict[str, Any]:
-        """Return the requested constraint as a field of `SamplingParams`; raise ApiError 400 if there are several."""
-        given = {"response_format": self._schema(), "regex": self.regex, "grammar": self.grammar}
+    def constraint(self) -> tuple[dict[str, Any], list[str]]:
+        """Return the requested constraint as a field of `SamplingParams`, and what of it is not enforced.
+
+        Raises:
+            ApiError: 400, there are several.
+        """
+        dropped: set[str] = set()
+        given = {"response_format": self._schema(dropped), "regex": self.regex, "grammar": self.grammar}
         found = [name for name, value in given.items() if value is not None]
         if len(found) > 1:
             raise invalid(f"{' and '.join(found)} exclude each other; pass one.", found[1])
-        return {"json_schema" if name == "response_format" else name: given[name] for name in found}
+        ignored = [f"response_format.{keyword}" for keyword in sorted(dropped)]
+        return {"json_schema" if name == "response_format" else name: given[name] for name in found}, ignored
 
-    def _schema(self) -> dict[str, Any] | None:
+    def _schema(self, dropped: set[str]) -> dict[str, Any] | None:
         form = self.response_format
         if isinstance(form, AsSchema):
-            return ANY_OBJECT if form.json_schema.json_schema is None else form.json_schema.json_schema
-        return ANY_OBJECT if isinstance(form, AsObject) else None
+            named = form.json_schema
+            schema = ANY_OBJECT if named.json_schema is None else named.json_schema
+            return schema if named.strict else dict(relax(schema, dropped))
+        if isinstance(form, AsObject):
+            return {**relax(form.json_schema or {}, dropped), **ANY_OBJECT}
+        return None

@@ -18,22 +18,16 @@ from inferplane.serving.admission import GenerateCall
 from inferplane.serving.errors import ApiError, invalid
 from inferplane.serving.generation import Generation
 from inferplane.serving.rendering import GeneratedChoice, Rendering
-from inferplane.serving.wire import FORMS, MAX_TOKENS, JsonObject, RequestBody, Timeout, TokenId
+from inferplane.serving.wire import FORMS, MAX_TOKENS, JsonObject, ManyTokenIds, RequestBody, Texts, Timeout, TokenIds
 
 WORDS = {"prompt": "input", "n": "input", "timeout_s": "timeout"}
-Tokens = Annotated[list[TokenId], Field(min_length=1)]
 
 
 class EmbeddingRequest(RequestBody):
     """Texts or token ids to turn into vectors."""
 
     model: str | None = Field(None, max_length=4096)
-    input: (
-        Annotated[str, Field(min_length=1)]
-        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
-        | Tokens
-        | Annotated[list[Tokens], Field(min_length=1)]
-    ) = Field(
+    input: Annotated[str, Field(min_length=1)] | Texts | TokenIds | ManyTokenIds = Field(
         description=f"{FORMS}a text, a list of texts, a list of token ids, a list of lists of token ids; none empty."
     )
     encoding_format: Literal["float", "base64"] | None = None

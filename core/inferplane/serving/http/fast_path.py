@@ -9,43 +9,52 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Collection, MutableMapping
+from collections.abc import Callable, Collection, MutableMapping
 from typing import Any
 
 from inferplane.serving import native
+from inferplane.serving.bodies import LARGE_BYTES, BodyMemory
 from inferplane.serving.errors import ApiError
-from inferplane.serving.service import Service
+from inferplane.serving.keys import AccessKey
+from inferplane.serving.service import Result, Service
 from inferplane.serving.shared_state.slots import SlotReservation
 from inferplane.serving.tracing import trace_headers
 from inferplane.serving.wire import parse
 
 
 class LoopPassLimiter:
-    """Lets one task continue per pass of the event loop, so that the loop reads new requests in between."""
+    """Lets a few tasks continue per pass of the event loop, so that the loop does other work in between.
 
-    def __init__(self) -> None:
+    Args:
+        per_pass: how many.
+    """
+
+    def __init__(self, per_pass: int = 1) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._pass_used = False
+        self._per_pass = self._left = per_pass
 
     async def wait(self) -> None:
-        """Wait until this task may continue; the first task of a pass continues at once."""
+        """Wait until this task may continue; the first tasks of a pass continue at once, others in their order."""
         loop = asyncio.get_running_loop()
-        if not self._pass_used:
-            self._pass_used = True
-            loop.call_soon(self._release_next)
+        if self._left:
+            if self._left == self._per_pass:
+                loop.call_soon(self._release_next)
+            self._left -= 1
             return
         waiter = loop.create_future()
         self._waiting.append(waiter)
         await waiter
 
     def _release_next(self) -> None:
-        while self._waiting:
+        """Begin a pass: those that have waited come first."""
+        self._left = self._per_pass
+        while self._waiting and self._left:
             waiter = self._waiting.popleft()
             if not waiter.done():  # done: its client has left
                 waiter.set_result(None)
-                asyncio.get_running_loop().call_soon(self._release_next)
-                return
-        self._pass_used = False
+                self._left -= 1
+        if self._left < self._per_pass:
+            asyncio.get_running_loop().call_soon(self._release_next)
 
 
 class AdmissionFastPath:
@@ -65,14 +74,23 @@ class AdmissionFastPath:
         """Return whether a request generates."""
         return method == "POST" and path in self._paths
 
-    def reserve(self) -> SlotReservation:
-        """Reserve a slot for a request.
+    def reserve(self, key: AccessKey | None) -> SlotReservation:
+        """Reserve a slot for a request, which has a key if there are keys.
 
         Raises:
-            ApiError: 429 without a free slot, 503 while no model accepts requests.
+            ApiError: 429 without a free slot or beyond the key's shares, 503 while no model accepts requests.
         """
         _ = self._service.ready_model
-        return SlotReservation(self._service.slots)
+        return SlotReservation(self._service.slots, key)
+
+    async def read(self, num_bytes: int, function: Callable[..., Result], *args: Any) -> Result:
+        """As `Service.read`."""
+        return await self._service.read(num_bytes, function, *args)
+
+    @property
+    def body_memory(self) -> BodyMemory:
+        """Memory for bodies, over all protocols."""
+        return self._service.body_memory
 
     def count_refusal(self, error: ApiError) -> None:
         """Count a refused request."""
@@ -88,7 +106,7 @@ class AdmissionFastPath:
 
     def error_body(self, error: ApiError, path: str, body: bytes) -> dict[str, Any]:
         """Return the JSON of an error in the dialect of the request's body."""
-        if path not in self._native_paths:
+        if path not in self._native_paths or len(body) > LARGE_BYTES:  # refusing one costs less than parsing it
             return error.body()
         try:
             data = parse(body)

@@ -11,15 +11,17 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from inferplane.engine.clients.process.memory import memory_trimmer
+from inferplane.serving.bodies import object_bytes
 from inferplane.serving.errors import ApiError, internal
 from inferplane.serving.http.chunks import ChunkWriter
-from inferplane.serving.http.fast_path import AdmissionFastPath
+from inferplane.serving.http.fast_path import AdmissionFastPath, LoopPassLimiter
 from inferplane.serving.http.protocol import MAX_HEADER_BYTES
 from inferplane.serving.http.scope import CONTEXT, App, Message, Receive, RequestContext, Scope, Send
-from inferplane.serving.keys import Keys
+from inferplane.serving.keys import Keys, host_check
 from inferplane.serving.rendering import encode_json
 from inferplane.serving.settings import ServerSettings
 from inferplane.serving.wire import ID_PATTERN
@@ -32,9 +34,14 @@ PAGE = frozenset(("/status", "/status/page.css", "/status/page.js", "/status/dat
 """Paths that a browser may read with a key as its password."""
 MAX_REFUSED_BODY_BYTES = 64 * 1024
 """If no slot is free, a larger body is refused without waiting for it."""
-MAX_HELD_BYTES = 256 * 2**20
-"""Most bytes of all bodies that are being read or processed."""
+TRIMMED_BYTES, TRIMMED_AT_REST_BYTES = 32 * 2**20, 2**20
+"""Memory is given back to the system once that much was freed, and less is held; and when nothing is held."""
 SWEEP_S = 1.0
+BEGUN_PER_PASS, PROBES_PER_PASS, ROUTED_PER_PASS = 8, 2, 1
+"""Most requests that begin, probes of health that begin, and requests that enter a route which does not generate, in
+one pass of the event loop. Beginning takes up to a millisecond, refusals included, and such a route up to 20: a hundred
+connections would otherwise hold up the loop for 0.2 s, pass after pass. Probes do not wait behind other requests.
+"""
 log = logging.getLogger("inferplane.serving.access")
 
 
@@ -46,17 +53,30 @@ class Gate:
         settings: limits.
         keys: which clients may call.
         fast_path: reserves slots for requests that generate.
+        body_paths: paths whose POST takes a body; no other request's body is read.
     """
 
-    def __init__(self, app: App, settings: ServerSettings, keys: Keys, fast_path: AdmissionFastPath) -> None:
+    def __init__(
+        self,
+        app: App,
+        settings: ServerSettings,
+        keys: Keys,
+        fast_path: AdmissionFastPath,
+        body_paths: Collection[str],
+    ) -> None:
         self.app, self.settings, self.keys, self.fast_path = app, settings, keys, fast_path
-        self.held_bytes = 0
+        self.body_paths = frozenset(body_paths)
+        self.is_allowed_host = host_check(settings, has_keys=bool(keys))
+        self.memory = fast_path.body_memory
+        self.beginning, self.probing = LoopPassLimiter(BEGUN_PER_PASS), LoopPassLimiter(PROBES_PER_PASS)
+        self.routing = LoopPassLimiter(ROUTED_PER_PASS)
         self.sends: dict[int, tuple[float, Callable[[], None]]] = {}
         """Sends that wait for a client, by request: when each began, and what closes its connection."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        await (self.probing if scope["path"] in OPEN else self.beginning).wait()
         request = GatedRequest(self, scope, receive, send)
         try:
             await request.run()
@@ -64,13 +84,20 @@ class Gate:
             request.finish()
 
     async def sweep(self) -> None:
-        """Close connections of clients that leave their answer unread for too long; runs as long as the server."""
+        """Close connections of clients that leave their answer unread for too long, and give memory of ended requests
+        back; runs as long as the server.
+        """
+        trim = memory_trimmer()
         while True:
             await asyncio.sleep(SWEEP_S)
             oldest = time.monotonic() - self.settings.write_timeout_s
             for since, close in list(self.sends.values()):
                 if since < oldest:
                     close()
+            least = TRIMMED_BYTES if self.memory.held_bytes else TRIMMED_AT_REST_BYTES
+            if self.memory.held_bytes < TRIMMED_BYTES and self.memory.freed_bytes >= least:
+                self.memory.freed_bytes = 0
+                await asyncio.to_thread(trim)
 
 
 class GatedRequest:
@@ -90,12 +117,16 @@ class GatedRequest:
         self._complete = False
         self._client_left = self._body_late = False
         self._task = asyncio.current_task()
-        self._held_bytes = 0
+        self._held = gate.memory.hold()
+        self._drops_rest = False
+        """Whether the rest of the request is dropped, and the connection closed after the answer."""
         sent_ids = [value.decode("latin-1") for value in self._header(b"x-request-id")]
         valid = len(sent_ids) == 1 and re.match(ID_PATTERN, sent_ids[0]) is not None
         request_id = sent_ids[0] if valid else uuid.uuid4().hex
-        tenant = gate.keys.tenant(scope["headers"])
-        self._context = scope[CONTEXT] = RequestContext(request_id, ChunkWriter(self._watched_send), tenant)
+        key = gate.keys.find(scope["headers"], browser=scope["path"] in PAGE)
+        self._context = scope[CONTEXT] = RequestContext(request_id, ChunkWriter(self._send_watched), key)
+        if key is not None:
+            self._context.facts["key"] = key.name
 
     async def run(self) -> None:
         """Check the request, reserve a slot if it generates, and answer it."""
@@ -103,23 +134,30 @@ class GatedRequest:
         generates = gate.fast_path.applies_to(scope["method"], scope["path"])
         body = None
         try:
-            page = scope["path"] in PAGE
-            if gate.keys and not self._is_open() and not gate.keys.admit(scope["headers"], browser=page):
+            self._check_host()
+            if gate.keys and self._context.key is None and not self._is_open():
                 raise ApiError(401, "The key is missing or wrong.", code="invalid_api_key")
             self._check_head()
-            self._check_type()
-            if generates and self._declared_bytes() > MAX_REFUSED_BODY_BYTES:
-                gate.fast_path.reserve().release()
-            body = await self._read_body()
-            if body is None:
-                return
+            if scope["method"] != "POST" or scope["path"] not in gate.body_paths:
+                body = b""
+                if self._has_body():
+                    self._drop_rest()
+            else:
+                self._check_type()
+                if generates and self._read_length() > MAX_REFUSED_BODY_BYTES:
+                    gate.fast_path.reserve(self._context.key).release()
+                body = await self._read_body()
+                if body is None:
+                    return
             if generates:
-                self._context.reservation = gate.fast_path.reserve()
+                self._context.reservation = gate.fast_path.reserve(self._context.key)
         except ApiError as error:
             self._context.facts["error"] = error.code
             gate.fast_path.count_refusal(error)
             shown = None if body is None else gate.fast_path.error_body(error, scope["path"], body)
-            await self._refuse(error, shown, close=body is None)
+            if body is None:
+                self._drop_rest()
+            await self._refuse(error, shown)
             return
         await self._run_route(body)
 
@@ -135,7 +173,7 @@ class GatedRequest:
         if self._status is not None and self._status >= 400 and not context.is_traced:
             reason = str(context.facts.get("error", self._status))
             self._gate.fast_path.trace_refusal(scope, self._status, reason, took_ms / 1000)
-        self._gate.held_bytes -= self._held_bytes
+        self._held.release()
         if context.reservation is not None:
             context.reservation.release()
 
@@ -147,6 +185,16 @@ class GatedRequest:
 
     def _header(self, header: bytes) -> list[bytes]:
         return [value for name, value in self._scope["headers"] if name == header]
+
+    def _check_host(self) -> None:
+        is_allowed = self._gate.is_allowed_host
+        host = b"".join(self._header(b"host")).decode("latin-1")
+        if is_allowed is not None and not is_allowed(host):
+            raise ApiError(
+                403,
+                f"{host[:100]!r} is no name of this server: use localhost, or start it with --allowed-hosts NAME.",
+                code="unknown_host",
+            )
 
     def _check_head(self) -> None:
         """Refuse what the parser accepts: any version, and headers of any size if they arrive in one piece."""
@@ -161,16 +209,24 @@ class GatedRequest:
             raise ApiError(415, "Compressed bodies are not accepted.", code="unsupported_encoding")
         # Any web page can make a browser post forms and text without asking; it cannot do so with JSON.
         kinds = self._header(b"content-type")
-        lengths = self._header(b"content-length")
-        empty = not self._header(b"transfer-encoding") and lengths in ([], [b"0"])
-        if self._scope["method"] == "POST" and not empty:
+        if self._has_body():
             kind = kinds[0].partition(b";")[0].strip().lower() if len(kinds) == 1 else b""
             if kind != b"application/json":
                 raise ApiError(415, "The body has to be sent as application/json.", code="unsupported_media_type")
 
     # -- the body
 
-    def _declared_bytes(self) -> int:
+    def _has_body(self) -> bool:
+        return bool(self._header(b"transfer-encoding")) or self._header(b"content-length") not in ([], [b"0"])
+
+    def _drop_rest(self) -> None:
+        """Let the connection drop what the client still sends: nothing of it is parsed."""
+        self._drops_rest = True
+        drop = self._scope.get("state", {}).get("drop_rest")
+        if drop is not None:
+            drop()
+
+    def _read_length(self) -> int:
         """Return the body's length according to the headers; 0 if they do not state it."""
         found = self._header(b"content-length")
         return int(found[0]) if found and found[0].isdigit() else 0
@@ -178,7 +234,7 @@ class GatedRequest:
     async def _read_body(self) -> bytes | None:
         """Return the whole body, counted while it arrives; None if the client left meanwhile."""
         max_bytes = self._gate.settings.max_body_bytes
-        if self._declared_bytes() > max_bytes:
+        if self._read_length() > max_bytes:
             raise ApiError(413, f"The body is larger than {max_bytes} bytes.", code="body_too_large")
         limit = asyncio.get_running_loop().call_later(self._gate.settings.body_timeout_s, self._on_body_late)
         try:
@@ -195,7 +251,7 @@ class GatedRequest:
         self._cancel()
 
     async def _read_pieces(self, max_bytes: int) -> bytes | None:
-        body, gate = bytearray(), self._gate
+        body = bytearray()
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
@@ -203,14 +259,14 @@ class GatedRequest:
                 return None
             piece = message.get("body", b"")
             body += piece
-            self._held_bytes += len(piece)
-            gate.held_bytes += len(piece)
-            if gate.held_bytes > MAX_HELD_BYTES:
-                raise ApiError(503, "Too many large bodies at a time.", code="busy", retry_after_s=1)
+            self._held.add(len(piece))
             if len(body) > max_bytes:
                 raise ApiError(413, f"The body is larger than {max_bytes} bytes.", code="body_too_large")
             if not message.get("more_body", False):
-                return bytes(body)
+                whole = bytes(body)
+                body.clear()
+                self._held.add(await self._gate.fast_path.read(len(whole), object_bytes, whole))
+                return whole
 
     # -- the route
 
@@ -235,7 +291,9 @@ class GatedRequest:
         try:
             if self._context.reservation is not None:
                 await self._gate.fast_path.limiter.wait()
-            await self._gate.app(scope, receive, self._watched_send)
+            elif scope["path"] not in OPEN:
+                await self._gate.routing.wait()
+            await self._gate.app(scope, receive, self._send_watched)
         except asyncio.CancelledError:
             if not self._client_left:
                 raise
@@ -261,7 +319,7 @@ class GatedRequest:
         assert self._task is not None
         self._task.cancel()
 
-    async def _watched_send(self, message: Message) -> None:
+    async def _send_watched(self, message: Message) -> None:
         """Send a part of the answer; `Gate.sweep` closes the connection if that takes too long."""
         state = self._scope.get("state", {})
         if message["type"] == "http.response.start":
@@ -270,7 +328,17 @@ class GatedRequest:
             if self._scope.get("http_version") == "1.1" and not has_length:  # then the body is sent in chunks
                 self._context.writer.transport = state.get("transport")
             headers = [*message.get("headers", ()), (b"x-request-id", self._context.request_id.encode())]
+            if self._drops_rest:
+                headers.append((b"connection", b"close"))
             message = {**message, "headers": headers}
+        is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        rest_dropped = state.get("rest_dropped")
+        slow = self._status == 408 or self._context.writer.transport is not None  # chunks have an end to be sent
+        if is_last and self._drops_rest and rest_dropped is not None and not slow:
+            self._complete = True
+            await self._send({**message, "more_body": True})
+            await rest_dropped()
+            message = {"type": "http.response.body", "body": b""}
         close = state.get("cut_off")
         if close is not None:
             self._gate.sends[id(self)] = (time.monotonic(), close)
@@ -278,20 +346,17 @@ class GatedRequest:
             await self._send(message)
         finally:
             self._gate.sends.pop(id(self), None)
-        if message["type"] == "http.response.body" and not message.get("more_body", False):
-            self._complete = True
+        self._complete = self._complete or is_last
 
-    async def _refuse(self, error: ApiError, body: Mapping[str, Any] | None = None, *, close: bool = True) -> None:
-        """Answer with an error, and close the connection if a part of the request's body was left unread."""
+    async def _refuse(self, error: ApiError, body: Mapping[str, Any] | None = None) -> None:
+        """Answer with an error."""
         data = encode_json(body or error.body())
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
-        if close:
-            headers.append((b"connection", b"close"))
         if error.retry_after_s is not None:
             headers.append((b"retry-after", str(error.retry_after_s).encode()))
         if error.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
             if self._scope["path"] in PAGE:
                 headers.append((b"www-authenticate", b'Basic realm="Inferplane: the password is a key"'))
-        await self._watched_send({"type": "http.response.start", "status": error.status, "headers": headers})
-        await self._watched_send({"type": "http.response.body", "body": data})
+        await self._send_watched({"type": "http.response.start", "status": error.status, "headers": headers})
+        await self._send_watched({"type": "http.response.body", "body": data})

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from inferplane.serving import native
+from inferplane.serving.admission import Deadline, GenerateCall, check_prompt_lengths
 from inferplane.serving.errors import ApiError
 from inferplane.serving.http import chat
 from inferplane.serving.http.chat_wire import ChatRequest
@@ -16,8 +18,9 @@ from inferplane.serving.http.completions import CompletionRendering, CompletionR
 from inferplane.serving.http.embeddings import EmbeddingRendering, EmbeddingRequest
 from inferplane.serving.http.responses import GenerateResponse, Handler, error_response
 from inferplane.serving.http.scope import Scope, context_of
+from inferplane.serving.rendering import Rendering
 from inferplane.serving.service import Service
-from inferplane.serving.wire import parse, unknown_fields, validate
+from inferplane.serving.wire import RequestBody, parse, validate
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 ALIASES = {f"{CHAT}/completions": COMPLETIONS, f"{CHAT}/chat/completions": CHAT}
@@ -27,16 +30,16 @@ NATIVE = (COMPLETIONS, CHAT, *ALIASES)
 PATHS = (*NATIVE, EMBEDDINGS)
 """Routes that need a slot."""
 
-Dialect = Callable[[dict[str, Any], str], Awaitable[GenerateResponse]]
-"""Makes the response from a body's fields and the request's id."""
+Dialect = Callable[[dict[str, Any], int, str], Awaitable[GenerateResponse]]
+"""Makes the response from a body's fields, its length in bytes, and the request's id."""
 
 
 def handlers(service: Service) -> dict[str, Handler]:
     """Return what answers a POST, by path. An ApiError that one raises is counted where it is answered."""
     found: dict[str, Handler] = {
-        COMPLETIONS: _either_dialect(service, lambda data, request_id: _completion(service, data, request_id)),
-        CHAT: _either_dialect(service, lambda data, request_id: _chat(service, data, request_id)),
-        EMBEDDINGS: lambda scope, body: _embeddings(service, body),
+        COMPLETIONS: _either_dialect(service, partial(_completion, service)),
+        CHAT: _either_dialect(service, partial(_chat, service)),
+        EMBEDDINGS: lambda scope, body: _embeddings(service, scope, body),
     }
     return {**found, **{alias: found[path] for alias, path in ALIASES.items()}}
 
@@ -66,12 +69,13 @@ def _either_dialect(service: Service, openai: Dialect) -> Handler:
     """Return a handler for bodies in OpenAI's dialect or in the native one."""
 
     async def handle(scope: Scope, body: bytes) -> Response:
-        data = parse(body)
-        request_id = context_of(scope).request_id
+        context = context_of(scope)
+        deadline, data = await _read_json(service, scope, body)
         if not native.is_native(data):
-            return await openai(data, request_id)
+            return await deadline.enforce(openai(data, len(body), context.request_id))
+        native.refuse_mixture(data)
         try:
-            return await _native(service, data, request_id)
+            return await deadline.enforce(_native(service, data, len(body), context.request_id))
         except ApiError as error:
             service.count_refusal(error)
             return error_response(error, native.error_body_for(error, data))
@@ -79,36 +83,56 @@ def _either_dialect(service: Service, openai: Dialect) -> Handler:
     return handle
 
 
-async def _completion(service: Service, data: dict[str, Any], request_id: str) -> GenerateResponse:
-    request = validate(CompletionRequest, data)
-    request.check_consistency()
+async def _read_json(service: Service, scope: Scope, body: bytes) -> tuple[Deadline, dict[str, Any]]:
+    """Return the request's time limit, which begins now and holds for the reading too, and the body's fields."""
+    deadline = context_of(scope).deadline = Deadline(service.settings.request_timeout_s)
+    data = await deadline.enforce(service.read(len(body), parse, body))
+    deadline.shorten(data.get("timeout"))
+    return deadline, data
+
+
+async def _completion(service: Service, data: dict[str, Any], num_bytes: int, request_id: str) -> GenerateResponse:
     model = service.ready_model
+    check_prompt_lengths(data.get("prompt"), "prompt", service.settings, model.info)
+    request = await service.read(num_bytes, validate, CompletionRequest, data)
+    request.check_consistency()
     rendering = CompletionRendering(request, model, model.resolve_name(request.model), request_id)
-    ignored = unknown_fields(request)
-    return GenerateResponse(service, request.to_call(), rendering, stream=bool(request.stream), ignored=ignored)
+    return _response(service, request, request.to_call(), rendering, stream=bool(request.stream))
 
 
-async def _chat(service: Service, data: dict[str, Any], request_id: str) -> GenerateResponse:
-    request = validate(ChatRequest, data)
+async def _chat(service: Service, data: dict[str, Any], num_bytes: int, request_id: str) -> GenerateResponse:
+    request = await service.read(num_bytes, validate, ChatRequest, data)
     request.check_consistency()
     model = service.ready_model
     name = model.resolve_name(request.model)
-    plan = chat.plan_tools(request)
+    plan = await service.read(num_bytes, chat.plan_tools, request)
     call = await chat.build_call(request, model, plan)
     rendering = chat.ChatRendering(request, plan, model, name, request_id)
-    return GenerateResponse(service, call, rendering, stream=bool(request.stream), ignored=unknown_fields(request))
+    return _response(service, request, call, rendering, stream=bool(request.stream))
 
 
-async def _embeddings(service: Service, body: bytes) -> GenerateResponse:
-    request = validate(EmbeddingRequest, parse(body))
+async def _embeddings(service: Service, scope: Scope, body: bytes) -> GenerateResponse:
+    deadline, data = await _read_json(service, scope, body)
     model = service.ready_model
+    check_prompt_lengths(data.get("input"), "input", service.settings, model.info)
+    request = await deadline.enforce(service.read(len(body), validate, EmbeddingRequest, data))
     rendering = EmbeddingRendering(request, model.resolve_name(request.model), model.info.width)
     call = request.to_call(service.settings.pooling)
-    return GenerateResponse(service, call, rendering, stream=False, ignored=unknown_fields(request))
+    return _response(service, request, call, rendering, stream=False)
 
 
-async def _native(service: Service, data: dict[str, Any], request_id: str) -> GenerateResponse:
-    request = validate(native.NativeRequest, data)
-    call = await native.build_call(request, service.ready_model, service.settings.native_text)
+async def _native(service: Service, data: dict[str, Any], num_bytes: int, request_id: str) -> GenerateResponse:
+    model = service.ready_model
+    check_prompt_lengths(data.get("input_ids"), "input_ids", service.settings, model.info)
+    request = await service.read(num_bytes, validate, native.NativeRequest, data)
+    call = await native.build_call(request, model, service.settings.native_text)
     rendering = native.NativeRendering(request, request_id)
-    return GenerateResponse(service, call, rendering, stream=bool(request.stream), ignored=unknown_fields(request))
+    return _response(service, request, call, rendering, stream=bool(request.stream))
+
+
+def _response(
+    service: Service, request: RequestBody, call: GenerateCall, rendering: Rendering, *, stream: bool
+) -> GenerateResponse:
+    """Return the response; raise ApiError 400 if the settings refuse a field of the request that has no effect."""
+    ignored = service.count_ignored(request, call.ignored)
+    return GenerateResponse(service, call, rendering, stream=stream, ignored=ignored)

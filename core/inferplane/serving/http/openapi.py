@@ -49,7 +49,7 @@ ERRORS = {
 
 
 def describe_routes(app: FastAPI) -> None:
-    """Set an application's OpenAPI description."""
+    """Set an application's OpenAPI description; routes need a key in it if `app.state.needs_key` is true."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -66,10 +66,14 @@ def _document(app: FastAPI) -> dict[str, Any]:
     modes: list[Any] = [(m, "validation") for m in sorted(models, key=lambda m: m.__name__)]
     _, schemas = models_json_schema(modes, ref_template=REF + "{model}")
     document.setdefault("components", {})["schemas"] = schemas["$defs"]
-    document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    needs_key = getattr(app.state, "needs_key", False)
+    if needs_key:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     for path, operations in document["paths"].items():
         for operation_ in operations.values():
             _fill(path, operation_)
+            if needs_key and "health" not in path:
+                operation_["security"] = [{"key": []}]
     return document
 
 
@@ -78,8 +82,6 @@ def _fill(path: str, operation_: dict[str, Any]) -> None:
     if requests:
         content = {"application/json": {"schema": _one_of(requests)}}
         operation_["requestBody"] = {"required": True, "content": content}
-    if "health" not in path:
-        operation_["security"] = [{"key": []}]
     answer: dict[str, Any] = {"application/json": {"schema": _one_of(answers)}} if answers else {}
     if path in NATIVE:
         answer["text/event-stream"] = {"schema": {"type": "string"}}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
@@ -12,10 +14,11 @@ from inferplane.serving.wire import JsonObject
 
 
 class HealthBody(JsonObject):
-    """The server's health: a word, and why it is not ready."""
+    """The server's health: a word, why it is not ready, and how late its event loop was in the last seconds."""
 
     status: str
     detail: str
+    loop_lag_s: float
 
 
 class VersionBody(JsonObject):
@@ -24,26 +27,33 @@ class VersionBody(JsonObject):
     version: str
 
 
-def health_routes(service: Service) -> APIRouter:
-    """Return the health routes: `live` decides about a restart, `ready` and `/health` about sending requests."""
-    router = APIRouter()
+def health_routes(service: Service, outside: bool = False) -> APIRouter:
+    """Return the health routes: `live` decides about a restart, `ready` and `/health` about sending requests.
 
-    def answer(ok: bool) -> Response:
-        condition = service.condition()
-        body = HealthBody(status=condition.status, detail=condition.detail)
-        return JSONResponse(body.model_dump(), 200 if ok else 503)
+    Args:
+        service: whose health.
+        outside: the routes run in a thread of their own, so they also tell that the service's event loop is stuck.
+    """
+    router = APIRouter()
+    condition = service.condition_outside if outside else service.condition
+
+    def answer(kind: Literal["live", "ready"]) -> Response:
+        found = condition()
+        lag_s = round(service.loop_lag.worst_s, 3)
+        body = HealthBody(status=found.status, detail=found.detail, loop_lag_s=lag_s)
+        return JSONResponse(body.model_dump(), 200 if getattr(found, kind) else 503)
 
     @router.get("/v2/health/live")
     async def live() -> Response:
-        return answer(service.condition().live)
+        return answer("live")
 
     @router.get("/v2/health/ready")
     async def ready() -> Response:
-        return answer(service.condition().ready)
+        return answer("ready")
 
     @router.get("/health")
     async def health() -> Response:
-        return answer(service.condition().ready)
+        return answer("ready")
 
     return router
 

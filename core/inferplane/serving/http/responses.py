@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -26,6 +28,7 @@ PING_S = 15.0
 """Seconds of silence after which a stream sends a ping."""
 IGNORED = "x-inferplane-ignored"
 MAX_NAMES_CHARACTERS = 400
+_WORD = re.compile(r"[A-Za-z0-9_.-]+")
 Handler = Callable[[Scope, bytes], Awaitable[Response]]
 """Makes the response to a request from its scope and body."""
 log = logging.getLogger("inferplane.serving")
@@ -72,11 +75,11 @@ class GenerateResponse(Response):
             await self._refuse(internal(), scope, receive, send)
 
     def _complete_call(self, scope: Scope) -> GenerateCall:
-        """Return the call with what the scope knows: its tenant and its span's parent."""
+        """Return the call with what the scope knows: its key, its time limit, its span's parent."""
         context = context_of(scope)
         trace = trace_headers(scope["headers"]) if self._service.tracer is not None else {}
         context.is_traced = self._service.model is not None
-        return replace(self._call, tenant=context.tenant, trace=trace)
+        return replace(self._call, key=context.key, trace=trace, deadline=context.deadline)
 
     async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         self._started = True
@@ -86,14 +89,14 @@ class GenerateResponse(Response):
     async def _answer_at_once(self, generation: Generation, scope: Scope, receive: Receive, send: Send) -> None:
         choices = await gather_choices(generation)
         data = encode_json(self._rendering.full_response(generation, choices))
-        response = Response(data, media_type="application/json", headers=ignored_header(self._ignored))
+        response = Response(data, media_type="application/json", headers=report_ignored_fields(self._ignored))
         self._started = True
         await response(scope, receive, send)
 
     async def _stream(self, generation: Generation, scope: Scope, send: Send) -> None:
         await generation.wait_for_first_piece(FIRST_PIECE_TIMEOUT_S)
         headers = {"content-type": f"{self._rendering.media_type}; charset=utf-8", "cache-control": "no-cache"}
-        headers.update({"x-accel-buffering": "no", **ignored_header(self._ignored)})
+        headers.update({"x-accel-buffering": "no", **report_ignored_fields(self._ignored)})
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         self._started = True
         await send({"type": "http.response.start", "status": 200, "headers": raw})
@@ -172,10 +175,19 @@ async def _all_together(generation: Generation) -> AsyncIterator[list[Piece]]:
     yield [Piece(i, choice.delta()) for i, choice in enumerate(await gather_choices(generation))]
 
 
-def ignored_header(names: Sequence[str]) -> dict[str, str]:
-    """Return the header that names the fields of a request that its format does not know."""
-    printable = [n for n in names if n.isascii() and n.isprintable()]
-    return {IGNORED: ", ".join(printable)[:MAX_NAMES_CHARACTERS]} if names else {}
+def report_ignored_fields(names: Sequence[str]) -> dict[str, str]:
+    """Return the header that names what of a request has no effect: a list, in which a name that is no plain word is a
+    JSON string. A list that would be too long ends with the number of the other names.
+    """
+    shown, length = [], 0
+    for name in names:
+        quoted = name if _WORD.fullmatch(name) else json.dumps(name).replace("\x7f", "\\u007f")
+        length += len(quoted) + 2
+        if length > MAX_NAMES_CHARACTERS:
+            break
+        shown.append(quoted)
+    left = len(names) - len(shown)
+    return {IGNORED: ", ".join([*shown, f"and {left} more"] if left else shown)} if names else {}
 
 
 def error_response(error: ApiError, body: Any) -> JSONResponse:

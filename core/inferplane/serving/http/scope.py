@@ -6,7 +6,9 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from inferplane.serving.admission import Deadline
 from inferplane.serving.http.chunks import ChunkWriter
+from inferplane.serving.keys import AccessKey
 from inferplane.serving.shared_state.slots import SlotReservation
 
 Scope = MutableMapping[str, Any]
@@ -26,18 +28,20 @@ class RequestContext:
     Args:
         request_id: the client's X-Request-Id, or a new one.
         writer: writes the chunks of a streamed answer.
-        tenant: cached prefixes are shared among requests of one tenant only.
+        key: the key that the client sent; None without keys.
         facts: what the log line of the request will contain.
         reservation: the slot acquired for a request that generates.
         is_traced: a span of OpenTelemetry covers the request, if there are spans.
+        deadline: of a request that generates, once its time limit is known.
     """
 
     request_id: str
     writer: ChunkWriter
-    tenant: str = ""
+    key: AccessKey | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     reservation: SlotReservation | None = None
     is_traced: bool = False
+    deadline: Deadline | None = None
 
 
 def context_of(scope: Scope) -> RequestContext:

@@ -5,30 +5,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
 from inferplane.errors import UsageError
 from inferplane.serving import native
+from inferplane.serving.admission import Deadline
+from inferplane.serving.chat_template.fields import TemplateFields
 from inferplane.serving.errors import invalid
 from inferplane.serving.http.chat import render_messages
-from inferplane.serving.http.chat_wire import MAX_TOOLS, Message, Tool
-from inferplane.serving.http.responses import ignored_header
+from inferplane.serving.http.chat_wire import MAX_TOOLS, ConversationRequest, Tool
+from inferplane.serving.http.responses import report_ignored_fields
 from inferplane.serving.model import DEFAULT_NAME
 from inferplane.serving.service import Service
-from inferplane.serving.wire import JsonObject, RequestBody, TokenId, parse, unknown_fields, validate
+from inferplane.serving.wire import AtMost, JsonObject, RequestBody, TokenId, any_given, parse, validate
 
 
-class TokenizeRequest(RequestBody):
+class TokenizeRequest(TemplateFields, ConversationRequest):
     """A text or a conversation to turn into token ids."""
+
+    model_config = ConfigDict(**RequestBody.model_config, json_schema_extra=any_given("prompt", "messages"))
 
     model: str | None = Field(None, max_length=4096)
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=2048)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], AtMost(MAX_TOOLS)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -46,7 +51,7 @@ class DetokenizeRequest(RequestBody):
     """Token ids to turn into text."""
 
     model: str | None = Field(None, max_length=4096)
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], AtMost()]
 
 
 class DetokenizeResponse(JsonObject):
@@ -98,11 +103,12 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        return await _tokenize(service, parse(await request.body()))
+        deadline = Deadline(service.settings.request_timeout_s)
+        return await deadline.enforce(_tokenize(service, await request.body()))
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        return _detokenize(service, parse(await request.body()))
+        return await _detokenize(service, await request.body())
 
     return router
 
@@ -118,32 +124,41 @@ def _card(service: Service, name: str) -> dict[str, Any]:
     return ModelCard(id=name, defaults=DEFAULTS, **own, **info).model_dump()
 
 
-async def _tokenize(service: Service, data: dict[str, Any]) -> Response:
-    request = validate(TokenizeRequest, data)
+async def _tokenize(service: Service, body: bytes) -> Response:
+    data = await service.read(len(body), parse, body)
+    request = await service.read(len(body), validate, TokenizeRequest, data)
     model = service.ready_model
     model.resolve_name(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise invalid("One of prompt and messages is required.", "prompt", "missing_required_parameter")
+    ignored: Sequence[str] = ()
     if request.messages is not None:
-        text, special = await render_messages(request.messages, request.tools, model), bool(request.add_special_tokens)
+        variables = request.template_variables(model.template.facts if model.template is not None else None)
+        text = await render_messages(request.messages, request.tools, model, variables)
+        special, ignored = bool(request.add_special_tokens), variables.ignored
     else:
         text, special = request.prompt or "", request.add_special_tokens is not False
     ids = await service.encode(text, special=special)
     out: dict[str, Any] = {"count": len(ids), "max_model_len": model.info.max_model_len, "tokens": ids}
     if request.return_token_strs:
-        out["token_strs"] = [model.token_name(i) for i in ids]
-    return JSONResponse(out, headers=ignored_header(unknown_fields(request)))
+        out["token_strs"] = await service.read(len(body), lambda: [model.token_name(i) for i in ids])
+    return JSONResponse(out, headers=report_ignored_fields(service.count_ignored(request, ignored)))
 
 
-def _detokenize(service: Service, data: dict[str, Any]) -> Response:
-    request = validate(DetokenizeRequest, data)
+async def _detokenize(service: Service, body: bytes) -> Response:
+    data = await service.read(len(body), parse, body)
     model = service.ready_model
+    given, longest = data.get("tokens"), model.info.max_model_len
+    if isinstance(given, list) and len(given) > longest:
+        message = f"{len(given)} tokens; a sequence has at most {longest}."
+        raise invalid(message, "tokens", "context_length_exceeded")
+    request = await service.read(len(body), validate, DetokenizeRequest, data)
     model.resolve_name(request.model)
     bad = next((t for t in request.tokens if t >= model.info.vocab), None)
     if bad is not None:
         raise invalid(f"Token id {bad} is not in the vocabulary, which has ids 0 to {model.info.vocab - 1}.", "tokens")
     try:
-        text = model.decode(request.tokens, special=True)
+        text = await service.read(len(body), partial(model.decode, request.tokens, special=True))
     except UsageError as error:
         raise invalid(error.what, "model") from error
-    return JSONResponse({"prompt": text}, headers=ignored_header(unknown_fields(request)))
+    return JSONResponse({"prompt": text}, headers=report_ignored_fields(service.count_ignored(request)))

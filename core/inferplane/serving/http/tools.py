@@ -15,15 +15,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from inferplane.serving.http.schemas import DATA, NAMES
+
 MAX_CALLS = 16
 TAG, TAG_END = "<tool_call>", "</tool_call>"
 MARKS, MARK, MARK_SEP = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 _MARKED = re.compile(rf"{re.escape(MARK)}\s*function{re.escape(MARK_SEP)}([^\n]+)\n```json\n(.*?)\n```", re.DOTALL)
 _TAGGED = re.compile(rf"{TAG}\s*(.*?)\s*(?:{TAG_END}|$)", re.DOTALL)
-_DATA = frozenset(("const", "enum", "default", "examples"))
-"""Keys of a schema whose values are not schemas."""
-_NAMES = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
-"""Keys of a schema whose values map names to schemas."""
 _BARE = '{"name"'
 _TRUNCATED = re.compile(r'\{\s*"name"\s*:\s*"([^"]*)"\s*,\s*"arguments"\s*:\s*(.*)', re.DOTALL)
 
@@ -46,12 +44,14 @@ class ToolPlan:
         tools: name -> schema of its parameters.
         named: the function of mode "named".
         parallel: an answer may make several calls.
+        not_enforced: keywords of the schemas that are not enforced.
     """
 
     mode: Literal["none", "auto", "required", "named"] = "none"
     tools: Mapping[str, Mapping[str, Any]] | None = None
     named: str = ""
     parallel: bool = True
+    not_enforced: tuple[str, ...] = ()
 
     def schema(self) -> dict[str, Any] | None:
         """Return the JSON schema of the text; None without a constraint."""
@@ -90,16 +90,16 @@ def _rebase_refs(schema: Any, to: str) -> Any:
     for key, value in schema.items():
         if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
             out[key] = to + value[1:]
-        elif key in _NAMES and isinstance(value, Mapping):
+        elif key in NAMES and isinstance(value, Mapping):
             out[key] = {name: _rebase_refs(part, to) for name, part in value.items()}
         else:
-            out[key] = value if key in _DATA else _rebase_refs(value, to)
+            out[key] = value if key in DATA else _rebase_refs(value, to)
     return out
 
 
 def new_call_id() -> str:
-    """Return an id for a call."""
-    return f"call_{uuid.uuid4().hex[:24]}"
+    """Return an id for a call: nine letters and digits, as Mistral's templates demand when the call comes back."""
+    return uuid.uuid4().hex[:9]
 
 
 def parse_calls(text: str, known: Collection[str]) -> list[Call] | None:

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,19 +22,30 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
+from inferplane.engine.clients.process.child import kill_engines
 from inferplane.engine.clients.process.memory import freeze_gc
+from inferplane.errors import UsageError
 from inferplane.serving import logs, tracing
 from inferplane.serving.http.app import add_gate, full_app, health_app, metrics_app
 from inferplane.serving.http.gate import Gate
-from inferplane.serving.http.protocol import MAX_HEADER_BYTES, ConnectionLimits, connection_class
-from inferplane.serving.keys import Keys
+from inferplane.serving.http.protocol import (
+    MAX_HEADER_BYTES,
+    MAX_REFUSED,
+    AddressLimit,
+    ConnectionLimits,
+    connection_class,
+)
+from inferplane.serving.keys import Keys, read_keys
+from inferplane.serving.lifecycle.descriptors import LoopErrors, limit_connections
 from inferplane.serving.lifecycle.prepare import SIGNALS
 from inferplane.serving.lifecycle.workers import Workers
-from inferplane.serving.service import FLUSH_S, Service
+from inferplane.serving.service import END_S, Service
 from inferplane.serving.settings import ServerSettings
-from inferplane.serving.shared_state.counters import REJECTED, RequestCounters
+from inferplane.serving.shared_state.counters import ACCEPTED, ENDED, REJECTED, RequestCounters
+from inferplane.serving.shared_state.key_usage import KeyUsage, Shares
 from inferplane.serving.shared_state.shared_counters import SharedCounters
 from inferplane.serving.shared_state.slots import SequenceSlots
+from inferplane.serving.threads import run_in_daemon_thread
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -41,8 +53,15 @@ if TYPE_CHECKING:
     from inferplane.engine import AsyncLLM
 
 KEEP_ALIVE_S = 30
+ACCEPTS_PER_PASS, BACKLOG, QUEUED_PER_CONNECTION = 128, 2048, 4
+"""Most connections that are accepted in one turn of the event loop, and most that the system queues, in all and for
+each that may be open. If there are no descriptors left, asyncio tries each accept of the turn nevertheless, and then
+waits for a second: with few descriptors a long queue of clients that have left by then would keep others waiting.
+"""
 ECHO_S = 0.3
 """A second signal within this time is the same one: launchers signal a child, and then its process group."""
+MIN_FLUSH_S = 0.5
+"""Seconds that what comes last has in any case: spans, then the log."""
 log = logging.getLogger("inferplane.serving")
 
 
@@ -74,11 +93,34 @@ class ProcessSetup:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that leaves signals to the process."""
+    """A uvicorn server that leaves signals to the process.
+
+    Args:
+        config: uvicorn's.
+        gate: of its application.
+        backlog: most connections that the system queues.
+    """
+
+    def __init__(self, config: uvicorn.Config, gate: Gate, backlog: int) -> None:
+        super().__init__(config)
+        self._gate, self._backlog = gate, backlog
+
+    async def serve_and_sweep(self, sock: socket.socket) -> None:
+        """Answer on a listening socket until `should_exit`, with the gate's sweep in the same event loop."""
+        sweeping = asyncio.create_task(self._gate.sweep())
+        try:
+            await self.serve(sockets=[sock])
+        finally:
+            sweeping.cancel()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for sock in sockets or ():
+            sock.listen(self._backlog)  # uvicorn has one number for this and for the accepts of a turn
 
 
 class ServerProcess:
@@ -93,23 +135,29 @@ class ServerProcess:
         self._tracer = tracing.start(self._settings)
         shared = setup.workers.shared if setup.workers is not None else setup.shared
         max_sequences = self._settings.max_num_seqs + self._settings.max_waiting
-        slots = SequenceSlots(max_sequences, shared, setup.number)
+        shares = Shares(self._settings.max_num_seqs_per_key, self._settings.max_tokens_per_minute_per_key)
+        slots = SequenceSlots(max_sequences, shared, setup.number, KeyUsage(setup.keys, shares, shared, setup.number))
         self._service = Service(self._settings, slots, self._tracer, RequestCounters(shared, setup.number))
         if setup.workers is not None:
             self._service.end_workers = setup.workers.end
         self._is_worker = setup.number > 0
         self._stop = asyncio.Event()
-        self._gates: list[Gate] = []
         self._stopped_at = 0.0
+        self._max_connections = limit_connections(self._settings.max_connections)
+        if self._max_connections < self._settings.max_connections:
+            facts = {"max_connections": self._max_connections, "requested": self._settings.max_connections}
+            log.warning("fewer connections: too few open files allowed", extra={"facts": facts})
 
     async def run(self) -> int:
         """Serve to the end, and return the exit code."""
+        asyncio.get_running_loop().set_exception_handler(LoopErrors())
         servers, sockets = self._make_servers(), self._setup.sockets
         addresses = {name: _address(s) for name, s in sockets.items()}
         grpc_server = await self._start_grpc(addresses)
-        sweeping = [asyncio.create_task(gate.sweep()) for gate in self._gates]
+        grpc_health = self._start_grpc_health(addresses)
+        measuring = asyncio.create_task(self._service.loop_lag.watch())
         waiting = [asyncio.ensure_future(self._stop.wait()), asyncio.ensure_future(self._service.failed.wait())]
-        serving = [asyncio.create_task(self._listen(server, sockets[name])) for name, server in servers.items()]
+        serving = [asyncio.create_task(self._listen(name, server)) for name, server in servers.items()]
         if not self._is_worker:
             log.info("listening", extra={"facts": addresses})
         self._handle_signals()
@@ -122,23 +170,39 @@ class ServerProcess:
             for server in servers.values():
                 server.should_exit = True
             if grpc_server is not None:
-                await grpc_server.stop(FLUSH_S)
+                await grpc_server.stop(self._service.left_s)
             if not self._is_worker or self._service.serving.is_set():
-                await asyncio.wait(serving, timeout=FLUSH_S)
-            for task in (*serving, *sweeping, *waiting):
+                await asyncio.wait(serving, timeout=self._service.left_s)
+            if grpc_health is not None:
+                grpc_health.stop(0)
+            for task in (*serving, measuring, *waiting):
                 task.cancel()
             if self._tracer is not None:
-                await asyncio.to_thread(self._tracer.close)
+                closing = asyncio.wrap_future(run_in_daemon_thread(self._tracer.close, "spans"))
+                await asyncio.wait({closing}, timeout=max(self._service.left_s, MIN_FLUSH_S))
         if loading.done():
             loading.result()  # raises what the model raised
-        log.info("ended", extra={"facts": {"why": "the engine died" if failed else "signal"}})
-        return 1 if failed else 0
+        counters = self._service.counters
+        counts = {"requests_accepted": counters.total(ACCEPTED), "requests_ended": counters.total(ENDED)}
+        log.info("ended", extra={"facts": {"why": "the engine died" if failed else "signal", **counts}})
+        code = 1 if failed else 0
+        exit_at = self._service.end_at + MIN_FLUSH_S
+        threading.Thread(target=_exit_at, args=(exit_at, code), name="inferplane-exit", daemon=True).start()
+        return code
 
-    async def _listen(self, server: uvicorn.Server, sock: socket.socket) -> None:
-        """Answer on a socket; a worker waits until it is ready, because the other processes answer meanwhile."""
+    async def _listen(self, name: str, server: _Server) -> None:
+        """Answer on a socket; a worker waits until it is ready, because the other processes answer meanwhile.
+
+        The port of health has a thread and an event loop of its own, so that probes are answered whatever holds up
+        this one.
+        """
         if self._is_worker:
             await self._service.serving.wait()
-        await server.serve(sockets=[sock])
+        serving = server.serve_and_sweep(self._setup.sockets[name])
+        if name == "health":
+            await asyncio.wrap_future(run_in_daemon_thread(partial(asyncio.run, serving), "health"))
+        else:
+            await serving
 
     def _handle_signals(self) -> None:
         """Act on signals from now on, and on those that came before the event loop."""
@@ -147,13 +211,28 @@ class ServerProcess:
         for early in self._setup.early_signals:
             self._on_signal(early)
 
+        if self._settings.api_key_file is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._read_keys_again)
+
+    def _read_keys_again(self) -> None:
+        """Accept the keys that the key file holds by now; if it cannot be read, those of before."""
+        try:
+            self._setup.keys.replace(read_keys(self._settings))
+        except UsageError as error:
+            log.error("the keys stay as they are", extra={"facts": {"why": str(error)}})
+            return
+        if self._setup.workers is not None:
+            self._setup.workers.send_keys()
+        log.info("keys read again", extra={"facts": {"keys": len(self._setup.keys.all)}})
+
     def _on_signal(self, number: int) -> None:
         if self._stop.is_set():
             if time.monotonic() - self._stopped_at < ECHO_S:
                 return
             log.warning("ending at once", extra={"facts": {"signal": signal.Signals(number).name}})
             logs.finish()
-            os._exit(128 + number)  # the engine's process ends when its connection to this one closes
+            kill_engines()
+            os._exit(128 + number)
         log.info("draining", extra={"facts": {"signal": signal.Signals(number).name}})
         self._stopped_at = time.monotonic()
         self._stop.set()
@@ -184,18 +263,33 @@ class ServerProcess:
         addresses["grpc"] = f"{self._settings.host}:{bound}"
         return server
 
-    def _make_servers(self) -> dict[str, uvicorn.Server]:
+    def _start_grpc_health(self, addresses: dict[str, str]) -> Any:
+        """Start gRPC's health on a port of its own, as `_start_grpc` does the rest."""
+        port = self._settings.grpc_health_port
+        if port is None:
+            return None
+        from inferplane.serving.grpc.health import start_health_server
+
+        server, bound = start_health_server(self._service, self._settings, port)
+        addresses["grpc_health"] = f"{self._settings.host}:{bound}"
+        return server
+
+    def _make_servers(self) -> dict[str, _Server]:
         apps = {"http": full_app, "health": health_app, "metrics": metrics_app}
         return {name: self._make_server(apps[name](self._service)) for name in self._setup.sockets}
 
-    def _make_server(self, routes: FastAPI) -> uvicorn.Server:
+    def _make_server(self, routes: FastAPI) -> _Server:
         settings = self._settings
         app, gate = add_gate(routes, self._service, self._setup.keys)
-        self._gates.append(gate)
         on_refusal = partial(self._service.counters.add, REJECTED)
+        per_address = None
+        if settings.max_connections_per_address is not None:
+            max_refused = min(MAX_REFUSED, self._max_connections // 8)
+            per_address = AddressLimit(settings.max_connections_per_address, max_refused)
+        limits = ConnectionLimits(settings.header_timeout_s, self._max_connections, on_refusal, per_address)
         config = uvicorn.Config(
             app,
-            http=connection_class(ConnectionLimits(settings.header_timeout_s, settings.max_connections, on_refusal)),
+            http=connection_class(limits),
             ws="none",
             lifespan="off",
             loop="asyncio",
@@ -203,14 +297,22 @@ class ServerProcess:
             access_log=False,
             proxy_headers=False,
             server_header=False,
+            backlog=ACCEPTS_PER_PASS,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=int(FLUSH_S),
+            timeout_graceful_shutdown=int(END_S),
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             ssl_certfile=settings.tls_cert,
             ssl_keyfile=settings.tls_key,
         )
         config.load()
-        return _Server(config)
+        return _Server(config, gate, min(BACKLOG, QUEUED_PER_CONNECTION * self._max_connections))
+
+
+def _exit_at(when: float, code: int) -> None:
+    """End the process if it has not ended by itself: a thread may still encode a text or wait for a full pipe."""
+    time.sleep(max(when - time.monotonic(), MIN_FLUSH_S))
+    kill_engines()
+    os._exit(code)
 
 
 def _address(sock: socket.socket) -> str:

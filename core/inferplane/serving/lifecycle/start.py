@@ -26,11 +26,13 @@ from typing import Any
 
 from inferplane.engine import AsyncLLM
 from inferplane.engine.clients.options import OPTIONS, SpeculativeOptions
-from inferplane.engine.clients.process.memory import gc_paused
-from inferplane.errors import UsageError
+from inferplane.engine.clients.process.child import kill_engines
+from inferplane.engine.clients.process.memory import gc_paused, share_heap
+from inferplane.errors import UsageError, install_hint
 from inferplane.serving import logs
-from inferplane.serving.configure import PLUGIN_GROUP, ResolvedSettings
-from inferplane.serving.keys import Keys
+from inferplane.serving.configure import PLUGIN_GROUP, PREFIX, ResolvedSettings
+from inferplane.serving.keys import Keys, read_keys
+from inferplane.serving.lifecycle.descriptors import raise_limit
 from inferplane.serving.lifecycle.prepare import SIGNALS, import_tokenizers, open_engine
 from inferplane.serving.settings import FIELDS, ServerSettings
 from inferplane.serving.threads import run_in_daemon_thread
@@ -62,18 +64,21 @@ def run(resolved: ResolvedSettings, pins: Mapping[str, str]) -> int:
     settings = resolved.settings
     check_packages(settings)
     started = time.monotonic()
+    share_heap()
     logs.set_up(settings.log_format, settings.log_level)
+    raise_limit()
     if "WORLD_SIZE" in os.environ:
         from inferplane.engine.runner.ranks import launcher_ranks
 
         if launcher_ranks()[0]:
             return _run_follower(settings, pins)
     if settings.otlp_endpoint is not None:
-        from inferplane.serving.tracing import tracing_enabled
+        from inferplane.serving.tracing import is_tracing_enabled
 
-        tracing_enabled(settings, os.environ)  # raises what is wrong with it, before anything is loaded
+        is_tracing_enabled(settings, os.environ)  # raises what is wrong with it, before anything is loaded
     check_model_and_device(settings)
-    keys = read_keys(settings)
+    keys = Keys(read_keys(settings))
+    os.environ.pop(f"{PREFIX}API_KEY", None)  # what this process starts has no use for it
     check_certificate(settings)
     ports = {"http": settings.port, "health": settings.health_port, "metrics": settings.metrics_port}
     with contextlib.ExitStack() as opened:
@@ -82,8 +87,9 @@ def run(resolved: ResolvedSettings, pins: Mapping[str, str]) -> int:
             if port is not None:
                 flag = "--port" if name == "http" else f"--{name}-port"
                 sockets[name] = opened.enter_context(contextlib.closing(listen(settings.host, port, flag)))
-        if settings.grpc_port:  # only a check: gRPC opens the port itself, later
-            listen(settings.host, settings.grpc_port, "--grpc-port").close()
+        for flag, port in (("--grpc-port", settings.grpc_port), ("--grpc-health-port", settings.grpc_health_port)):
+            if port:  # only a check: gRPC opens the port itself, later
+                listen(settings.host, port, flag).close()
         for note in resolved.notes:
             log.warning(note)
         return _serve(settings, pins, keys, sockets, started)
@@ -98,7 +104,7 @@ def _run_follower(settings: ServerSettings, pins: Mapping[str, str]) -> int:
     return 0
 
 
-def _serve(settings: ServerSettings, pins: Mapping[str, str], keys: list[str], sockets: Sockets, started: float) -> int:
+def _serve(settings: ServerSettings, pins: Mapping[str, str], keys: Keys, sockets: Sockets, started: float) -> int:
     """Start the engine's process, and meanwhile import what serves.
 
     No request is answered before weights are being read. By then every fault in model, device or settings has been
@@ -122,21 +128,21 @@ def _serve(settings: ServerSettings, pins: Mapping[str, str], keys: list[str], s
         opening.result()  # raises what the model raised
     workers = Workers(settings, keys, sockets["http"]) if settings.http_workers > 1 else None
     opener = partial(open_engine, opening.result)
-    setup = ProcessSetup(settings, Keys(keys), sockets, started, opener, workers, early_signals=early_signals)
+    setup = ProcessSetup(settings, keys, sockets, started, opener, workers, early_signals=early_signals)
     try:
         return asyncio.run(ServerProcess(setup).run())
     finally:
+        kill_engines()  # one that has not been closed: it was still loading
         logs.finish()
 
 
 def check_packages(settings: ServerSettings) -> None:
     """Raise UsageError if a package that serving needs is missing."""
-    needed = PACKAGES if settings.grpc_port is None else (*PACKAGES, *GRPC_PACKAGES)
+    has_grpc = settings.grpc_port is not None or settings.grpc_health_port is not None
+    needed = (*PACKAGES, *GRPC_PACKAGES) if has_grpc else PACKAGES
     missing = next((name for name in needed if find_spec(name) is None), None)
     if missing is not None:
-        raise UsageError(
-            f"Serving needs packages that are not installed ({missing}).", remedy="pip install 'inferplane[serving]'"
-        )
+        raise UsageError(f"Serving needs packages that are not installed ({missing}).", remedy=install_hint("serving"))
 
 
 def check_model_and_device(settings: ServerSettings) -> None:
@@ -172,28 +178,6 @@ def check_certificate(settings: ServerSettings) -> None:
             there_is="PEM files; the key is the certificate's own, without a password",
             remedy="see --tls-cert and --tls-key",
         ) from error
-
-
-def read_keys(settings: ServerSettings) -> list[str]:
-    """Return the keys from the settings and from the key file.
-
-    Raises:
-        UsageError: the file cannot be read or holds no key: a server that was meant to need keys must not run without.
-    """
-    keys = list(settings.api_key)
-    if settings.api_key_file is not None:
-        try:
-            lines = Path(settings.api_key_file).read_text(encoding="utf-8").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(
-                f"api_key_file {settings.api_key_file} cannot be read: {error}.",
-                remedy="name a text file with one key a line",
-            ) from error
-        found = [line.strip() for line in lines if line.strip()]
-        if not found:
-            raise UsageError(f"api_key_file {settings.api_key_file} holds no key.", remedy="write one a line")
-        keys += found
-    return keys
 
 
 def listen(host: str, port: int, flag: str = "--port") -> socket.socket:

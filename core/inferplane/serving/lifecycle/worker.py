@@ -9,25 +9,28 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from inferplane.serving import logs
 from inferplane.serving.keys import Keys
 from inferplane.serving.settings import ServerSettings
-from inferplane.serving.shared_state.counters import NUM_CELLS
+from inferplane.serving.shared_state.key_usage import TOTAL_CELLS
 from inferplane.serving.shared_state.shared_counters import SharedCounters
 
 
 def main() -> None:
     """Run a worker.
 
-    Standard input: the settings as a line of JSON. Arguments: the descriptors of the socket and of the shared counters,
+    Standard input: lines of JSON, the settings first, then the keys, and the keys again when they change.
+    Arguments: the descriptors of the socket and of the shared counters,
     the number of processes, this process's row in the counters, the engine's address.
     """
-    from inferplane.engine.clients.process.memory import gc_paused
+    from inferplane.engine.clients.process.memory import gc_paused, share_heap
 
     started = time.monotonic()
+    share_heap()
     with gc_paused():
         from inferplane.engine import AsyncLLM
         from inferplane.serving.lifecycle.prepare import import_tokenizers, open_engine
@@ -35,17 +38,19 @@ def main() -> None:
 
         import_tokenizers()
     socket_fd, counters_fd, processes, number = map(int, sys.argv[2:6])
-    given = json.loads(sys.stdin.buffer.readline())
+    lines = _read_lines()
+    given = json.loads(next(lines))
     values: Any = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
     settings = ServerSettings(**values)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    keys = Keys()
+    keys.set(json.loads(next(lines)))
+    threading.Thread(target=_follow_parent, args=(keys, lines), daemon=True).start()
     logs.set_up(settings.log_format, settings.log_level, worker=number)
     sock = socket.socket(fileno=socket_fd)
     sock.setblocking(False)
-    shared = SharedCounters(processes, NUM_CELLS, counters_fd)
+    shared = SharedCounters(processes, TOTAL_CELLS, counters_fd)
     opener = partial(open_engine, partial(AsyncLLM.connect, sys.argv[6]))
-    keys, sockets = Keys(settings.api_key), {"http": sock}
-    setup = ProcessSetup(settings, keys, sockets, started, opener, shared=shared, number=number)
+    setup = ProcessSetup(settings, keys, {"http": sock}, started, opener, shared=shared, number=number)
     try:
         code = asyncio.run(ServerProcess(setup).run())
     except Exception as error:
@@ -58,9 +63,19 @@ def main() -> None:
     sys.exit(code)
 
 
-def _end_with_parent() -> None:
-    """End the process when standard input ends: the first process, and the engine with it, has ended."""
-    while os.read(0, 4096):  # not through sys.stdin: its lock, held here, is needed when the interpreter ends
-        pass
+def _read_lines() -> Iterator[bytes]:
+    """Yield the lines of standard input, not through sys.stdin: its lock is needed when the interpreter ends."""
+    text = b""
+    while more := os.read(0, 65536):
+        *lines, text = (text + more).split(b"\n")
+        yield from lines
+
+
+def _follow_parent(keys: Keys, lines: Iterator[bytes]) -> None:
+    """Accept the keys of each further line, and end the process with the lines: the first process, and the engine with
+    it, has ended.
+    """
+    for line in lines:
+        keys.set(json.loads(line))
     logs.finish()
     os._exit(1)

@@ -17,15 +17,18 @@ import sys
 from dataclasses import asdict, replace
 from typing import Any
 
+from inferplane.serving.keys import Keys
 from inferplane.serving.settings import ServerSettings
-from inferplane.serving.shared_state.counters import NUM_CELLS
+from inferplane.serving.shared_state.counters import LAG_CELL, SLOTS_CELL, RequestCounters
+from inferplane.serving.shared_state.key_usage import TOTAL_CELLS, sequence_cells
 from inferplane.serving.shared_state.shared_counters import SharedCounters
-from inferplane.serving.shared_state.slots import SLOTS_CELL
 
 RESTART_S = 1.0
 """Seconds before a worker that ended by itself is started again."""
-END_S = 10.0
+END_S = 2.0
 """Seconds that a worker has for its end beyond draining; then it is killed."""
+KILL_S = 0.5
+"""Seconds that are waited for the end of a worker that was killed."""
 _MODULE = "inferplane.serving.lifecycle.worker"
 _COMMAND = f"import sys; sys.path[:] = sys.argv[1].split('\\n'); from {_MODULE} import main; main()"
 log = logging.getLogger("inferplane.serving")
@@ -40,12 +43,14 @@ class Workers:
         sock: listens.
     """
 
-    def __init__(self, settings: ServerSettings, keys: list[str], sock: socket.socket) -> None:
-        unset: dict[str, Any] = dict.fromkeys(("health_port", "metrics_port", "grpc_port", "api_key_file"))
-        self._settings = replace(settings, http_workers=1, api_key=tuple(keys), **unset)
+    def __init__(self, settings: ServerSettings, keys: Keys, sock: socket.socket) -> None:
+        ports = ("health_port", "metrics_port", "grpc_port", "grpc_health_port")
+        unset: dict[str, Any] = dict.fromkeys((*ports, "api_key_file"))
+        self._settings = replace(settings, http_workers=1, api_key=(), **unset)
+        self._keys = keys
         self._count = settings.http_workers - 1
         self._socket = sock
-        self.shared = SharedCounters(settings.http_workers, NUM_CELLS)
+        self.shared = SharedCounters(settings.http_workers, TOTAL_CELLS)
         """The counters of all processes; the first process has row 0."""
         self._tasks: list[asyncio.Task[None]] = []
         self._processes: set[asyncio.subprocess.Process] = set()
@@ -66,14 +71,25 @@ class Workers:
         for process in list(self._processes):
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=KILL_S)  # they count what ended with a process
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    def send_keys(self) -> None:
+        """Let the workers accept the keys that this process accepts by now."""
+        line = json.dumps(self._keys.to_list()).encode() + b"\n"
+        for process in self._processes:
+            if process.stdin is not None and not process.stdin.is_closing():
+                process.stdin.write(line)
+
     async def _keep_running(self, number: int, address: str) -> None:
         while not self._ending:
             code = await self._run(number, address)
-            self.shared.write(number, SLOTS_CELL, 0)  # its sequences ended with it; its counts stay
+            for cell in (SLOTS_CELL, LAG_CELL, *sequence_cells()):  # its sequences ended with it; its counts stay
+                self.shared.write(number, cell, 0)
+            RequestCounters(self.shared, number).end_lost()
             if not self._ending:
                 log.error("a worker ended", extra={"facts": {"worker": number, "code": code}})
                 await asyncio.sleep(RESTART_S)
@@ -92,7 +108,8 @@ class Workers:
         try:
             assert process.stdin is not None
             with contextlib.suppress(ConnectionError):
-                process.stdin.write(json.dumps(asdict(self._settings)).encode() + b"\n")
+                for line in (asdict(self._settings), self._keys.to_list()):
+                    process.stdin.write(json.dumps(line).encode() + b"\n")
                 await process.stdin.drain()
             return await process.wait()
         finally:

@@ -50,8 +50,9 @@ def routes(service: Service, error_response: Callable[[ApiError, MutableMapping[
     async def data() -> Response:
         condition = service.condition()
         server = {"status": condition.status, "ready": condition.ready, "detail": condition.detail}
-        info = asdict(service.model.info) if service.model is not None else None
-        if info is not None:
+        info = None
+        if service.model is not None:
+            info = {**asdict(service.model.info), "name": service.model.names[0]}  # not a path
             del info["folder"], info["tokenizer"]  # for other processes only; clients need not know the folder
         stats = await service.stats()
         return JSONResponse({"server": {**server, "version": __version__}, "info": info, "stats": stats})

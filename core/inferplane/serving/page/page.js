@@ -3,7 +3,7 @@
 "use strict";
 
 const EVERY_MS = 1000;
-const KEPT = 120;
+const MAX_POINTS = 120;
 const series = { rate: [], running: [], waiting: [], cache: [] };
 let last = null;
 
@@ -13,19 +13,19 @@ const seconds = (n) => (n < 1 ? `${(n * 1000).toFixed(0)} ms` : `${n.toFixed(2)}
 
 function keep(name, value) {
   series[name].push(value);
-  if (series[name].length > KEPT) series[name].shift();
+  if (series[name].length > MAX_POINTS) series[name].shift();
 }
 
 function plot(name, most) {
   const svg = at(`${name}-plot`);
   const values = series[name];
   const top = most ?? Math.max(1, ...values);
-  const points = values.map((v, i) => `${KEPT - values.length + i},${(100 - (100 * v) / top).toFixed(1)}`);
-  svg.setAttribute("viewBox", `0 -2 ${KEPT - 1} 104`);
+  const points = values.map((v, i) => `${MAX_POINTS - values.length + i},${(100 - (100 * v) / top).toFixed(1)}`);
+  svg.setAttribute("viewBox", `0 -2 ${MAX_POINTS - 1} 104`);
   svg.setAttribute("preserveAspectRatio", "none");
   const path = svg.firstChild ?? svg.appendChild(document.createElementNS("http://www.w3.org/2000/svg", "path"));
-  const left = KEPT - values.length;
-  path.setAttribute("d", points.length > 1 ? `M${left},100 L${points.join(" L")} L${KEPT - 1},100 Z` : "");
+  const left = MAX_POINTS - values.length;
+  path.setAttribute("d", points.length > 1 ? `M${left},100 L${points.join(" L")} L${MAX_POINTS - 1},100 Z` : "");
 }
 
 function mean(histogram) {
@@ -45,14 +45,14 @@ function row(cells, header) {
 }
 
 function totals(stats) {
-  const asked = stats.prefix_cache_queries_total ?? 0;
+  const queries = stats.prefix_cache_queries_total ?? 0;
   const ended = stats.request_success_total ?? {};
   const drafted = stats.spec_decode_num_draft_tokens_total ?? 0;
   const rows = [
     ["tokens generated", whole(stats.generation_tokens_total ?? 0)],
     ["prompt tokens", whole(stats.prompt_tokens_total ?? 0)],
     ["sequences ended", Object.entries(ended).map(([why, n]) => `${why} ${whole(n)}`).join(", ") || "0"],
-    ["found in the prefix cache", asked ? `${((100 * stats.prefix_cache_hits_total) / asked).toFixed(1)} %` : "–"],
+    ["found in the prefix cache", queries ? `${((100 * stats.prefix_cache_hits_total) / queries).toFixed(1)} %` : "–"],
     ["preemptions", whole(stats.num_preemptions_total ?? 0)],
     ["time to the first token, mean", mean(stats.time_to_first_token_seconds)],
     ["time between tokens, mean", mean(stats.inter_token_latency_seconds)],
@@ -104,7 +104,7 @@ async function kernels() {
   return true;
 }
 
-async function turn() {
+async function update() {
   try {
     const answer = await fetch(`${location.origin}/status/data`, { cache: "no-store" });
     if (!answer.ok) throw new Error(`the server answers ${answer.status}`);
@@ -114,7 +114,7 @@ async function turn() {
     at("state").textContent = `no answer (${error.message})`;
     at("state").className = "state not";
   }
-  setTimeout(turn, EVERY_MS);
+  setTimeout(update, EVERY_MS);
 }
 
-turn();
+update();

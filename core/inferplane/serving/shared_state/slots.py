@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from inferplane.serving.errors import queue_full
+from inferplane.serving.keys import AccessKey
+from inferplane.serving.shared_state.counters import SLOTS_CELL
+from inferplane.serving.shared_state.key_usage import KeyUsage
 from inferplane.serving.shared_state.shared_counters import SharedCounters
-
-SLOTS_CELL = 0
-"""The cell of `SharedCounters` that holds the slots a process has acquired."""
 
 
 class SequenceSlots:
@@ -16,9 +16,17 @@ class SequenceSlots:
         max_sequences: most sequences at a time.
         shared: the counters shared with other processes over the same engine; None without other processes.
         process: this process's row in `shared`.
+        usage: what each key uses; None: for this process alone, and without shares.
     """
 
-    def __init__(self, max_sequences: int, shared: SharedCounters | None = None, process: int = 0) -> None:
+    def __init__(
+        self,
+        max_sequences: int,
+        shared: SharedCounters | None = None,
+        process: int = 0,
+        usage: KeyUsage | None = None,
+    ) -> None:
+        self.usage = usage or KeyUsage()
         self.max_sequences, self._own, self._shared, self._process = max_sequences, 0, shared, process
         self._publish()
 
@@ -27,20 +35,22 @@ class SequenceSlots:
         """Slots in use, over all processes."""
         return self._own if self._shared is None else self._shared.sum(SLOTS_CELL)
 
-    def acquire(self, count: int) -> None:
-        """Acquire slots.
+    def acquire(self, count: int, key: AccessKey | None = None) -> None:
+        """Acquire slots for a request, which has a key if there are keys.
 
         Raises:
-            ApiError: 429, fewer slots are free.
+            ApiError: 429, fewer slots are free, or the key has used its shares.
         """
         in_use = self.in_use
         if in_use + count > self.max_sequences:
             raise queue_full(f"{in_use} sequences are being served or wait, of at most {self.max_sequences}")
+        self.usage.acquire(key, count)
         self._own += count
         self._publish()
 
-    def release(self, count: int) -> None:
-        """Release slots."""
+    def release(self, count: int, key: AccessKey | None = None) -> None:
+        """Release slots that were acquired with this key."""
+        self.usage.release(key, count)
         self._own -= count
         self._publish()
 
@@ -54,14 +64,15 @@ class SlotReservation:
 
     Args:
         slots: where to acquire it.
+        key: of the request, if there are keys.
 
     Raises:
         ApiError: 429, no slot is free.
     """
 
-    def __init__(self, slots: SequenceSlots) -> None:
-        slots.acquire(1)
-        self._slots, self._held = slots, 1
+    def __init__(self, slots: SequenceSlots, key: AccessKey | None = None) -> None:
+        slots.acquire(1, key)
+        self._slots, self._key, self._held = slots, key, 1
 
     def transfer(self) -> int:
         """Pass the slot to the caller, who releases it from now on.
@@ -74,4 +85,4 @@ class SlotReservation:
 
     def release(self) -> None:
         """Release the slot, unless it was transferred."""
-        self._slots.release(self.transfer())
+        self._slots.release(self.transfer(), self._key)

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from inferplane.kernels.triton.linear import FP8_GROUP, quantize_rows_to_fp8
-from inferplane.kernels.triton.matmul import MatmulInput, quantized_input
+from inferplane.kernels.triton.matmul import MatmulInput, make_quantized_input
 from inferplane.kernels.triton.moe import assign_blocks, sum_pairs
 from inferplane.kernels.triton.moe import moe_experts_fp8 as portable
 from inferplane.kernels.triton.rowwise import silu_mul_quantize
@@ -34,10 +34,10 @@ def gather_pairs(x: MatmulInput, assignment: Assignment, top_k: int, pairs: int)
         x.data, x.scale, slots, owners, data, scale, pairs,
         K=depth, GROUPS=groups, TOP_K=top_k, BLOCK=2048, BLOCK_G=triton.next_power_of_2(groups), num_warps=4,
     )  # fmt: skip
-    return quantized_input(data, scale, x.group, x.dtype)
+    return make_quantized_input(data, scale, x.group, x.dtype)
 
 
-def grouped_matmul(
+def multiply_grouped(
     x: MatmulInput, weight: PackedWeight, assignment: Assignment, pairs: int, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Each block's 128 rows times its expert's matrix.
@@ -77,6 +77,6 @@ def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Te
     ids = ids.contiguous()
     assignment = assign_blocks(ids, count, ROWS)
     rows = gather_pairs(quantize_rows_to_fp8(x, FP8_GROUP), assignment, ids.shape[1], pairs)
-    values, scales = silu_mul_quantize(grouped_matmul(rows, view.gate_up, assignment, pairs), "fp8", FP8_GROUP)
-    inner = quantized_input(values, scales, FP8_GROUP, x.dtype)
-    return sum_pairs(grouped_matmul(inner, view.down, assignment, pairs, weights.contiguous()), ids, x.dtype)
+    values, scales = silu_mul_quantize(multiply_grouped(rows, view.gate_up, assignment, pairs), "fp8", FP8_GROUP)
+    inner = make_quantized_input(values, scales, FP8_GROUP, x.dtype)
+    return sum_pairs(multiply_grouped(inner, view.down, assignment, pairs, weights.contiguous()), ids, x.dtype)

@@ -101,5 +101,5 @@ def gather_pairs(
     tl.store(out_scale + slot * GROUPS + group, scale, mask=group < GROUPS)
     for start in range(0, K, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        codes = tl.load(x + token * K + column, mask=column < K, other=0)
-        tl.store(out + slot * K + column, codes, mask=column < K)
+        quantized = tl.load(x + token * K + column, mask=column < K, other=0)
+        tl.store(out + slot * K + column, quantized, mask=column < K)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from inferplane.plugin import Feature, Kernel, KernelError, When, installed, version_of
+from inferplane.plugin import Feature, Kernel, KernelError, When, is_installed, version_of
 from inferplane_cuda.kernels.conditions import NO_WINDOW, RANK_UNPROVED, V3_LATENTS
 
 FOLDER = "inferplane_cuda.kernels.providers"
@@ -24,7 +24,7 @@ PLAIN_LAYOUT = "paged_64"
 
 
 @dataclass(frozen=True)
-class Library:
+class ProviderLibrary:
     """A library, and the versions whose functions were compared with what the kernels call.
 
     Args:
@@ -41,7 +41,7 @@ class Library:
 
     def feature(self) -> Feature:
         """Present, or absent with the reason. Nothing is imported."""
-        if not installed(self.module):
+        if not is_installed(self.module):
             return Feature(False, f"{self.module} is not installed ({self.install})")
         here = version_of(self.distribution)
         if here is None:
@@ -53,11 +53,13 @@ class Library:
 
 
 LIBRARIES = {
-    "flash_mla": Library("flash_mla", "flash_mla", ("1.0", "2.0"), "build it from deepseek-ai/FlashMLA"),
-    "flash_attn_3": Library(
+    "flash_mla": ProviderLibrary("flash_mla", "flash_mla", ("1.0", "2.0"), "build it from deepseek-ai/FlashMLA"),
+    "flash_attn_3": ProviderLibrary(
         "flash_attn_interface", "flash_attn_3", ("3.0.0b1", "4.0"), "build hopper/ of Dao-AILab/flash-attention"
     ),
-    "flashinfer": Library("flashinfer", "flashinfer-python", ("0.6", "0.7"), "pip install 'flashinfer-python<0.7'"),
+    "flashinfer": ProviderLibrary(
+        "flashinfer", "flashinfer-python", ("0.6", "0.7"), "pip install 'flashinfer-python<0.7'"
+    ),
 }
 """By the feature that stands for each."""
 
@@ -101,13 +103,15 @@ def find_function(module: str, path: str, parameters: Sequence[str]) -> Any:
 def kernels() -> list[Kernel]:
     """Every kernel of these libraries."""
 
-    def kernel(op: str, name: str, *needs: Any, **options: Any) -> Kernel:
+    def kernel(op: str, name: str, *needs: Any, prepare: str = "prepare", **options: Any) -> Kernel:
         when = When((torch.bfloat16,), kv_layouts=(PLAIN_LAYOUT,), features=("sm90", name), needs=needs)
-        module = importlib.import_module
-        prepare = lambda op, ctx: module(f"{FOLDER}.{name}").prepare(op, ctx)  # noqa: E731 - nothing is imported before
+
+        def find_and_prepare(op: Any, ctx: Any) -> Any:  # nothing is imported before
+            return getattr(importlib.import_module(f"{FOLDER}.{name}"), prepare)(op, ctx)
+
         note = "not run on a GPU yet: taken by a pin, or where it was measured to be the fastest"
         return Kernel(
-            op, name, f"{FOLDER}.{name}:{op}", when, RANK_UNPROVED, prepare=prepare, note=note, **options
+            op, name, f"{FOLDER}.{name}:{op}", when, RANK_UNPROVED, prepare=find_and_prepare, note=note, **options
         )  # fmt: skip
 
     return [
@@ -115,8 +119,8 @@ def kernels() -> list[Kernel]:
         kernel("mla_absorbed", "flash_attn_3", V3_LATENTS),
         # It masks what lies before a window tile by tile, and NaN in a block that was given back would come through.
         kernel("attention", "flash_attn_3", NO_WINDOW, ("heads of at most 256 entries", lambda op: op.kv.dim <= 256)),
-        kernel("mla_absorbed", "flashinfer", V3_LATENTS, needs_host_lens=True),
-        kernel("attention", "flashinfer", NO_WINDOW, HEADS_TO_256, needs_host_lens=True),
+        kernel("mla_absorbed", "flashinfer", V3_LATENTS, prepare="prepare_mla_absorbed", needs_host_lens=True),
+        kernel("attention", "flashinfer", NO_WINDOW, HEADS_TO_256, prepare="prepare_attention", needs_host_lens=True),
     ]
 
 

@@ -37,7 +37,7 @@ def _step_arguments(view: Any, batch: Batch) -> dict[str, Any]:
 
 def attention(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """K and V as they lie in the cache."""
-    k, v = kv.blocked()  # type: ignore[attr-defined]
+    k, v = kv.view_blocks()  # type: ignore[attr-defined]
     window = (-1, -1) if view.kv.window is None else (view.kv.window - 1, 0)
     out: torch.Tensor = view.prepared(q=q, k_cache=k, v_cache=v, window_size=window, **_step_arguments(view, batch))
     return out
@@ -47,7 +47,7 @@ def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
     """The rotated part as keys, the latent as values and, with the folded query, as further keys."""
     d = view.dims
     q, w_v = fold_query(view, q_nope, q_rope)
-    latent, turned = kv.blocked()[0].flatten(2)[:, :, None].split((d.latent, d.rope), -1)  # type: ignore[attr-defined]
+    latent, turned = kv.view_blocks()[0].flatten(2)[:, :, None].split((d.latent, d.rope), -1)  # type: ignore[attr-defined]
     mid = view.prepared(
         q=q[..., d.latent :].contiguous(), k_cache=turned, v_cache=latent, qv=q[..., : d.latent].contiguous(),
         **_step_arguments(view, batch),

@@ -42,7 +42,7 @@ def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
     plan, splits = metadata(batch.seq_lens, most * heads, 1)
     out = attend(
         q=q.view(sequences, most, heads, -1),
-        k_cache=kv.blocked()[0].flatten(2)[:, :, None],  # type: ignore[attr-defined]
+        k_cache=kv.view_blocks()[0].flatten(2)[:, :, None],  # type: ignore[attr-defined]
         block_table=batch.block_tables,
         cache_seqlens=batch.seq_lens,
         head_dim_v=view.dims.latent,

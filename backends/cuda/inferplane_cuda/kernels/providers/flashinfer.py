@@ -5,7 +5,8 @@ Source: flashinfer/prefill.py and flashinfer/mla.py of the wheel flashinfer-pyth
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,36 +17,50 @@ from inferplane_cuda.kernels.providers import find_function
 from inferplane_cuda.kernels.providers.latents import fold_query, unfold_result
 
 WORKSPACE_BYTES = 128 << 20
-WRAPPERS = {"attention": "BatchPrefillWithPagedKVCacheWrapper", "mla_absorbed": "mla.BatchMLAPagedAttentionWrapper"}
-PLAN_PARAMETERS = {
-    "attention": (
-        "qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len", "num_qo_heads", "num_kv_heads",
-        "head_dim_qk", "page_size", "causal", "sm_scale", "q_data_type", "kv_data_type",
-    ),
-    "mla_absorbed": (
-        "qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "num_heads", "head_dim_ckv", "head_dim_kpe", "page_size",
-        "causal", "sm_scale", "q_data_type", "kv_data_type",
-    ),
-}  # fmt: skip
+PLAN_PARAMETERS = (
+    "qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len", "num_qo_heads", "num_kv_heads",
+    "head_dim_qk", "page_size", "causal", "sm_scale", "q_data_type", "kv_data_type",
+)  # fmt: skip
+MLA_PLAN_PARAMETERS = (
+    "qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "num_heads", "head_dim_ckv", "head_dim_kpe", "page_size",
+    "causal", "sm_scale", "q_data_type", "kv_data_type",
+)  # fmt: skip
 _workspaces: dict[torch.device, torch.Tensor] = {}
 
 
-def prepare(op: Any, ctx: Any) -> Any:
-    """The library's class for an op; each kernel makes its own object when it first sees the device."""
-    name = WRAPPERS[op.name]
-    find_function("flashinfer", f"{name}.plan", PLAN_PARAMETERS[op.name])
-    return SimpleNamespace(make=find_function("flashinfer", name, ("float_workspace_buffer",)), wrapper=None)
+@dataclass
+class FlashInferWrapper:
+    """The library's class for an op, and the kernel's object of it, made when the kernel first sees the device."""
+
+    make: Callable[[torch.Tensor], Any]
+    made: Any = None
+
+
+def prepare_attention(op: Any, ctx: Any) -> FlashInferWrapper:
+    """The library's class for `attention`."""
+    return _find_wrapper("BatchPrefillWithPagedKVCacheWrapper", PLAN_PARAMETERS)
+
+
+def prepare_mla_absorbed(op: Any, ctx: Any) -> FlashInferWrapper:
+    """The library's class for `mla_absorbed`."""
+    return _find_wrapper("mla.BatchMLAPagedAttentionWrapper", MLA_PLAN_PARAMETERS)
+
+
+def _find_wrapper(name: str, plan_parameters: tuple[str, ...]) -> FlashInferWrapper:
+    find_function("flashinfer", f"{name}.plan", plan_parameters)
+    return FlashInferWrapper(find_function("flashinfer", name, ("float_workspace_buffer",)))
 
 
 def _plan_step(view: Any, batch: Batch, **plan: Any) -> Any:
     """The op's wrapper, planned for this step with `plan`'s further arguments."""
-    held, device = view.prepared, batch.seq_lens.device
-    if held.wrapper is None:
+    wrapper: FlashInferWrapper = view.prepared
+    device = batch.seq_lens.device
+    if wrapper.made is None:
         if device not in _workspaces:
             _workspaces[device] = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        held.wrapper = held.make(_workspaces[device])
-    held.wrapper.plan(qo_indptr=batch.query_start, causal=True, sm_scale=view.scale, **plan)
-    return held.wrapper
+        wrapper.made = wrapper.make(_workspaces[device])
+    wrapper.made.plan(qo_indptr=batch.query_start, causal=True, sm_scale=view.scale, **plan)
+    return wrapper.made
 
 
 def _flatten_block_tables(batch: Batch, block_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,7 +81,7 @@ def attention(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Te
         num_qo_heads=view.heads, num_kv_heads=view.kv.heads, head_dim_qk=view.kv.dim, page_size=size,
         q_data_type=q.dtype, kv_data_type=q.dtype,
     )  # fmt: skip
-    out: torch.Tensor = wrapper.run(q, kv.blocked())  # type: ignore[attr-defined]
+    out: torch.Tensor = wrapper.run(q, kv.view_blocks())  # type: ignore[attr-defined]
     return out
 
 
@@ -79,6 +94,6 @@ def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
         view, batch, kv_indptr=starts, kv_indices=blocks, kv_len_arr=batch.seq_lens, num_heads=d.heads,
         head_dim_ckv=d.latent, head_dim_kpe=d.rope, page_size=size, q_data_type=q.dtype, kv_data_type=q.dtype,
     )  # fmt: skip
-    latent, turned = kv.blocked()[0].flatten(2).split((d.latent, d.rope), -1)  # type: ignore[attr-defined]
+    latent, turned = kv.view_blocks()[0].flatten(2).split((d.latent, d.rope), -1)  # type: ignore[attr-defined]
     mid = wrapper.run(q[..., : d.latent].contiguous(), q[..., d.latent :].contiguous(), latent, turned)
     return unfold_result(mid, w_v)

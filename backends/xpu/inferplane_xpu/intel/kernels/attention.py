@@ -18,7 +18,7 @@ import torch
 
 from inferplane.kernels.fused.needs import declare_fused
 from inferplane.plugin import Batch, Kernels, LayerKV
-from inferplane_xpu.intel.kernels.lengths import Sequences, single_tokens
+from inferplane_xpu.intel.kernels.lengths import AttentionSequences, single_tokens
 from inferplane_xpu.intel.kernels.when import MATRIX, is_decode_compiled, is_prefill_compiled
 from inferplane_xpu.intel.kvcache import PAGED
 
@@ -39,7 +39,7 @@ def varlen(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    at: Sequences,
+    at: AttentionSequences,
     scale: float,
     *,
     paged: bool = True,
@@ -81,14 +81,14 @@ def _has_many_queries(op: Any) -> bool:
 )
 def attention_few(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """The kernels for single tokens."""
-    keys, values = kv.blocked()  # type: ignore[attr-defined]
+    keys, values = kv.view_blocks()  # type: ignore[attr-defined]
     return varlen(q.contiguous(), keys, values, single_tokens(batch), view.scale, window=view.kv.window)
 
 
 @fused("attention", ("many query tokens, and a head size and window that were compiled for them", _has_many_queries))
 def attention_many(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """The kernels for many query tokens; a largest size of 1 would send the call to the others."""
-    keys, values = kv.blocked()  # type: ignore[attr-defined]
+    keys, values = kv.view_blocks()  # type: ignore[attr-defined]
     most = max(2, batch.max_query_tokens)
-    at = Sequences(batch.query_start, batch.seq_lens, batch.block_tables, most, batch.max_seq_tokens)
+    at = AttentionSequences(batch.query_start, batch.seq_lens, batch.block_tables, most, batch.max_seq_tokens)
     return varlen(q.contiguous(), keys, values, at, view.scale, window=view.kv.window)

@@ -51,7 +51,7 @@ def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
 @fused("kv_write", kv_layouts=(PAGED,))
 def kv_write(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
     """llm.modules.PagedAttention.reshape_and_cache_flash."""
-    keys, values = kv.blocked()  # type: ignore[attr-defined]
+    keys, values = kv.view_blocks()  # type: ignore[attr-defined]
     paged.reshape_and_cache_flash(k.contiguous(), v.contiguous(), keys, values, batch.slots, "auto", 1.0, 1.0)
 
 
@@ -62,7 +62,7 @@ def _has_one_width(op: Any) -> bool:
 @fused("attention", ("heads of 64, 96, 128, 192 or 256 entries", _has_one_width), kv_layouts=(PAGED,))
 def attention(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """llm.modules.PagedAttention.flash_attn_varlen_func, causal, all sequences in one call."""
-    keys, values = kv.blocked()  # type: ignore[attr-defined]
+    keys, values = kv.view_blocks()  # type: ignore[attr-defined]
     left, right = (-1, -1) if view.kv.window is None else (view.kv.window - 1, 0)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     paged.flash_attn_varlen_func(

@@ -10,7 +10,7 @@ from inferplane.kernels.fused.operands import one_sequence_per_token
 from inferplane.plugin import Batch
 
 
-class Sequences(NamedTuple):
+class AttentionSequences(NamedTuple):
     """What attention reads of a batch: int32 offsets `[B + 1]`, lengths `[B]`, tables `[B, blocks]`, largest sizes."""
 
     query_start: torch.Tensor
@@ -20,20 +20,20 @@ class Sequences(NamedTuple):
     max_seq_tokens: int
 
 
-def single_tokens(batch: Batch, groups: int = 1) -> Sequences:
+def single_tokens(batch: Batch, groups: int = 1) -> AttentionSequences:
     """Each token as a sequence of its own that ends with it, computed once per step.
 
     Args:
         groups: consecutive copies of each sequence, for kernels that take only some of a token's heads per sequence.
     """
     if batch.max_query_tokens == groups == 1:
-        return Sequences(batch.query_start, batch.seq_lens, batch.block_tables, 1, batch.max_seq_tokens)
+        return AttentionSequences(batch.query_start, batch.seq_lens, batch.block_tables, 1, batch.max_seq_tokens)
     return batch.once(("inferplane_xpu.intel.single_tokens", groups), lambda: _single_tokens(batch, groups))
 
 
-def _single_tokens(batch: Batch, groups: int) -> Sequences:
+def _single_tokens(batch: Batch, groups: int) -> AttentionSequences:
     lens, tables = one_sequence_per_token(batch)
     if groups > 1:
         lens, tables = lens.repeat_interleave(groups), tables.repeat_interleave(groups, 0)
     starts = torch.arange(batch.tokens * groups + 1, dtype=torch.int32, device=lens.device)
-    return Sequences(starts, lens, tables, 1, batch.max_seq_tokens)
+    return AttentionSequences(starts, lens, tables, 1, batch.max_seq_tokens)

@@ -16,7 +16,7 @@ from inferplane.kernels.fused.needs import PLAIN_KV_B, declare_fused
 from inferplane.kernels.fused.operands import cumulative_lengths
 from inferplane.plugin import Batch, Kernels, LayerKV, latents
 from inferplane_xpu.intel.kernels.attention import varlen
-from inferplane_xpu.intel.kernels.lengths import Sequences, single_tokens
+from inferplane_xpu.intel.kernels.lengths import AttentionSequences, single_tokens
 from inferplane_xpu.intel.kernels.when import LATENT_HEADS, MATRIX
 from inferplane_xpu.intel.kvcache import PAGED
 
@@ -71,16 +71,16 @@ def _has_expanded_width(op: Any) -> bool:
 def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """Gather the latents, expand them, attend; values are padded to the keys' width, in which the result comes."""
     d, lens, cache = view.dims, batch.lens().seq_lens, latents(kv)
-    ends = cumulative_lengths(lens, q_nope.device)
+    key_starts = cumulative_lengths(lens, q_nope.device)
     dense = q_nope.new_empty(sum(lens), d.latent + d.rope)
-    cache_ops.gather_cache(cache, dense, batch.block_tables, ends, len(lens), None)
+    cache_ops.gather_cache(cache, dense, batch.block_tables, key_starts, len(lens), None)
     keys, values = expand_latents(view, dense)
     most = max(2, batch.max_query_tokens)
     out = varlen(
         torch.cat((q_nope, q_rope), -1),
         keys,
         values,
-        Sequences(batch.query_start, ends, batch.block_tables, most, batch.max_seq_tokens),
+        AttentionSequences(batch.query_start, key_starts, batch.block_tables, most, batch.max_seq_tokens),
         view.scale,
         paged=False,
     )

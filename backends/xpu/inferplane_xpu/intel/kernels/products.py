@@ -124,9 +124,9 @@ def _has_fp8_activations(op: Any) -> bool:
     by_row = op.weight.format == "fp8_row"
     return (
         op.out_dtype is None
-        and op.act is not None
-        and op.act.format == "fp8"
-        and op.act.group == (0 if by_row else BLOCK)
+        and op.activation_quant is not None
+        and op.activation_quant.format == "fp8"
+        and op.activation_quant.group == (0 if by_row else BLOCK)
         and op.weight.shape[1] % 8 == 0
     )
 

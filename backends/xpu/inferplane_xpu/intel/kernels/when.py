@@ -1,4 +1,4 @@
-"""Where the vendor's kernels rank, what they want of the device, and which attention kernels were compiled."""
+"""Where the vendor's kernels rank, which features they need, and which attention kernels were compiled."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 from inferplane.plugin import Batch
 
 
-class Sequences(NamedTuple):
+class SingleTokenSequences(NamedTuple):
     """Sequences with a token each.
 
     Args:
@@ -26,7 +26,7 @@ class Sequences(NamedTuple):
     tables: torch.Tensor
 
 
-def sequence_per_token(batch: Batch) -> Sequences:
+def sequence_per_token(batch: Batch) -> SingleTokenSequences:
     """Each query token as a sequence that ends with it, computed once per step.
 
     A padded token reads one token of the blocks in its table: no document says what a length of 0 does.
@@ -34,16 +34,16 @@ def sequence_per_token(batch: Batch) -> Sequences:
     return batch.once("inferplane_xpu.kunlun.sequence_per_token", lambda: _sequence_per_token(batch))
 
 
-def _sequence_per_token(batch: Batch) -> Sequences:
+def _sequence_per_token(batch: Batch) -> SingleTokenSequences:
     lens, tables, known = batch.seq_lens, batch.block_tables, batch.lens()
-    ends = list(known.seq_lens)
+    lengths = list(known.seq_lens)
     if batch.max_query_tokens > 1:
         rows = [(i, a) for i, (a, b) in enumerate(zip(known.query_start, known.query_start[1:])) for a in range(a, b)]
-        ends = [known.seq_lens[i] - (known.query_start[i + 1] - 1 - row) for i, row in rows]
+        lengths = [known.seq_lens[i] - (known.query_start[i + 1] - 1 - row) for i, row in rows]
         tables = tables[torch.tensor([i for i, _ in rows], device=tables.device)]
-        lens = torch.tensor(ends, dtype=torch.int32).to(lens.device)
-    lens_cpu = torch.tensor(ends, dtype=torch.int32).clamp_min(1)
-    return Sequences(lens_cpu, lens.clamp_min(1), tables.contiguous())
+        lens = torch.tensor(lengths, dtype=torch.int32).to(lens.device)
+    lens_cpu = torch.tensor(lengths, dtype=torch.int32).clamp_min(1)
+    return SingleTokenSequences(lens_cpu, lens.clamp_min(1), tables.contiguous())
 
 
 class Lods(NamedTuple):

@@ -15,7 +15,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     return {**model_options(args), **given}
 
 
-def requested_options(args: argparse.Namespace) -> dict[str, Any]:
+def list_requested_options(args: argparse.Namespace) -> dict[str, Any]:
     """Every option of the benchmark with its value, for the reports."""
     work = {name: getattr(args, name) for name in ("rate", "seed", "temperature", "top_p", "top_k", "warmup")}
     lens = {"input_len": str(args.input_lengths), "output_len": str(args.output_lengths)}

@@ -118,10 +118,10 @@ def run_jobs(
         CapacityError: a job can never run; no job has started.
         GenerationError: a job failed while it ran.
     """
-    return _Run(engine, jobs, params, on_done, clock).all(batch or len(jobs))
+    return _JobRunner(engine, jobs, params, on_done, clock).all(batch or len(jobs))
 
 
-class _Run:
+class _JobRunner:
     def __init__(
         self, engine: Engine, jobs: Sequence[BenchJob], params: SamplingParams, on_done: OnDone, clock: Clock
     ) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from inferplane.cli.screen import Screen
 from inferplane.cli.verbs.bench import REQUESTS, startup, statistics, workload
-from inferplane.cli.verbs.bench.engine_options import engine_options, requested_options
+from inferplane.cli.verbs.bench.engine_options import engine_options, list_requested_options
 from inferplane.cli.verbs.bench.environment import environment
 from inferplane.cli.verbs.bench.job_runner import Trace, run_jobs
 from inferplane.cli.verbs.bench.workload import BenchJob
@@ -70,7 +70,7 @@ def measure_engine(args: argparse.Namespace, screen: Screen) -> Measurement:
         return Measurement(
             args.kind,
             environment(llm),
-            requested_options(args) | {"requests": len(jobs)},
+            list_requested_options(args) | {"requests": len(jobs)},
             {name: statistics.summary(values) for name, values in statistics.latencies(traces).items()},
             statistics.over_repeats(traces, SHOWN[args.kind]) | _static_rates(compared),
             traces,
@@ -91,7 +91,7 @@ def measure_startup(args: argparse.Namespace, screen: Screen) -> Measurement:
         runs = startup.time_starts(args, on_done)
     runs = runs[args.warmup :]
     phases = {name: statistics.spread([run["phases"][name] for run in runs], "s") for name in runs[0]["phases"]}
-    return Measurement(args.kind, runs[-1]["environment"], requested_options(args), rates=phases)
+    return Measurement(args.kind, runs[-1]["environment"], list_requested_options(args), rates=phases)
 
 
 def _sampling(args: argparse.Namespace) -> SamplingParams:

@@ -38,7 +38,7 @@ def time_starts(args: argparse.Namespace, on_done: Callable[[], None]) -> list[d
             check=False,
         )
         if done.returncode:
-            if (refused := _raised_error(done.stdout)) is not None:
+            if (refused := _parse_error(done.stdout)) is not None:
                 raise refused
             lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
             raise GenerationError(f"A process did not start the model: {lines[-1]}")
@@ -47,7 +47,7 @@ def time_starts(args: argparse.Namespace, on_done: Callable[[], None]) -> list[d
     return out
 
 
-def _raised_error(output: str) -> InferplaneError | None:
+def _parse_error(output: str) -> InferplaneError | None:
     """The `InferplaneError` that a process wrote to its output, or None."""
     try:
         fields = json.loads(output.splitlines()[-1])["error"]

@@ -31,8 +31,8 @@ def summary(values: Iterable[float], unit: str = "s") -> dict[str, Any] | None:
     if not ordered:
         return None
     found = {f"p{share}": percentile(ordered, share) for share in PERCENTILES}
-    ends = {"min": ordered[0], "max": ordered[-1]}
-    return {"unit": unit, "count": len(ordered), "mean": fmean(ordered), **ends, **found}
+    extremes = {"min": ordered[0], "max": ordered[-1]}
+    return {"unit": unit, "count": len(ordered), "mean": fmean(ordered), **extremes, **found}
 
 
 def spread(values: Sequence[float], unit: str) -> dict[str, Any]:

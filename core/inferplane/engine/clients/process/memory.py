@@ -16,8 +16,9 @@ def share_heap() -> bool:
     memory smaller and constant.
 
     By default glibc gives threads heaps of their own, and which one a tensor or a grammar comes from is chance: with
-    two threads resident memory varied by 3.5 MB under the demo model, now it is constant. One thread does almost all
-    the work here, so threads do not wait for the heap. Call it before there are other threads.
+    two threads resident memory varied by 3.5 MB under the demo model, now it is constant. A process that serves HTTP
+    held 265 to 314 MB under attack with several heaps, and 143 to 182 MB with one. One thread does almost all the work
+    here, or has Python's lock, so threads do not wait for the heap. Call it before there are other threads.
     """
     try:
         return bool(ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1))

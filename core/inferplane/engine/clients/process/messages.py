@@ -59,7 +59,7 @@ class LoadModel(msgspec.Struct, frozen=True, tag=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Queue a request; answered by `Reply` or `Refused` with the same number."""
+    """Queue a request; answered by `Reply` or `Refusal` with the same number."""
 
     number: int
     submission: Submission
@@ -72,7 +72,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Inspect(msgspec.Struct, frozen=True, tag=True):
-    """Request the counters, the health or the plan; answered by `Reply` or `Refused` with the same number."""
+    """Request the counters, the health or the plan; answered by `Reply` or `Refusal` with the same number."""
 
     number: int
     question: Question
@@ -112,7 +112,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     fault: Fault
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class Refusal(msgspec.Struct, frozen=True, tag=True):
     """A request, or an inspection, was refused."""
 
     number: int
@@ -137,7 +137,7 @@ class Closed(msgspec.Struct, frozen=True, tag=True):
 
 
 FromCaller = LoadModel | Submit | Abort | Inspect | Close
-FromEngine = Progress | Warned | Ready | Failed | Refused | Reply | Pieces | Closed
+FromEngine = Progress | Warned | Ready | Failed | Refusal | Reply | Pieces | Closed
 
 _encoder = msgspec.msgpack.Encoder()
 read_caller = msgspec.msgpack.Decoder(FromCaller).decode
@@ -158,7 +158,7 @@ def frame(message: FromCaller | FromEngine) -> bytes:
 
 
 def number_of(body: bytes) -> int | None:
-    """The `number` field of a body that is no valid `FromCaller`, so that `Refused` can answer that message alone; None
+    """The `number` field of a body that is no valid `FromCaller`, so that `Refusal` can answer that message alone; None
     if the body cannot be decoded or has no integer there.
     """
     try:

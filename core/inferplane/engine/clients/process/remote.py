@@ -3,99 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
-import shutil
-import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, is_dataclass, replace
+from dataclasses import asdict, replace
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from inferplane.engine.clients.client import Health, ModelInfo, Question, RequestId, Sink, Submission
 from inferplane.engine.clients.process import messages
-from inferplane.engine.clients.process.messages import FromCaller, FromEngine
+from inferplane.engine.clients.process.child import EngineProcess, frame
+from inferplane.engine.clients.process.messages import FromEngine
 from inferplane.engine.request.results import Delta, FinishReason, Timings
 from inferplane.engine.request.seeds import as_int64
 from inferplane.errors import EngineError, InferplaneError, UsageError, warn
 
-MAX_ADDRESS_BYTES = 103  # of a Unix socket's path on the strictest system, without the zero at the end
 CLOSE_S = 30.0  # seconds after draining in which the engine has to close, and then its process to exit
-_START = """import sys
-sys.path[:] = sys.argv[1].split("\\n")
-from inferplane.engine.clients.process.memory import gc_paused
-with gc_paused():
-    from inferplane.engine.clients.process.server import main
-main()
-"""
-
-
-class EngineProcess:
-    """A new process for an engine, connected by a socket pair; it waits for `load_model`. `model` and `options` are
-    those of `LLM`. Attributes: `address`, path of the socket for other callers, in a folder of its own; `socket`, this
-    caller's end of the pair. UsageError: an argument cannot be sent, or the platform has no Unix sockets.
-    """
-
-    def __init__(self, model: Any, options: Mapping[str, Any]) -> None:
-        if not hasattr(socket, "AF_UNIX"):
-            raise UsageError("process=True on this platform.", remedy="leave it out: the engine runs in a thread")
-        self._folder = tempfile.mkdtemp(prefix="inferplane-")  # readable by this user only
-        self.address = os.path.join(self._folder, "engine")
-        if len(os.fsencode(self.address)) > MAX_ADDRESS_BYTES:
-            os.rmdir(self._folder)
-            raise UsageError(
-                f"The path of the folder for temporary files is too long for the engine's socket: {self._folder}.",
-                there_is=f"{MAX_ADDRESS_BYTES} bytes for a socket's path, here {len(os.fsencode(self.address))}",
-                remedy="set TMPDIR to a shorter path",
-            )
-        load = messages.LoadModel(*_plain(model, options), address=self.address)
-        self.socket, theirs = socket.socketpair()
-        try:
-            self._first_message = _framed(load)
-            command = [sys.executable, "-c", _START, "\n".join(sys.path), str(theirs.fileno())]
-            # Ctrl-C and SIGTERM are for this process; the other one inherits the mask before it can do anything itself.
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-            try:
-                self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        except BaseException:
-            self.socket.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise
-        finally:
-            theirs.close()
-
-    def load_model(self) -> None:
-        """Send the message that makes the process load the model; does not wait for the model."""
-        self.socket.sendall(self._first_message)
-
-    def exit_reason(self) -> str:
-        """How the process ended, for a message (" with code 1"); waits up to 5 s, "" if the process still runs."""
-        try:
-            code = self._process.wait(5.0)
-        except subprocess.TimeoutExpired:
-            return ""
-        return f" by signal {signal.Signals(-code).name}" if code < 0 else f" with code {code}"
-
-    def dispose(self, wait_s: float) -> None:
-        """Wait for the end of the process, kill it after `wait_s` seconds, and remove its folder."""
-        try:
-            self._process.wait(wait_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class RemoteEngine:
@@ -115,7 +43,6 @@ class RemoteEngine:
         self._failure: EngineError | None = None
         self._closing = False
         self._ended = threading.Event()
-        self.close_s = CLOSE_S
         self.info: ModelInfo
         self._writer = threading.Thread(target=self._write, name="inferplane-writer", daemon=True)
         self._reader = threading.Thread(target=self._read, name="inferplane-reader", daemon=True)
@@ -162,7 +89,7 @@ class RemoteEngine:
             params = replace(params, seed=as_int64(params.seed))
         try:
             # Sinks of this process may use equal ids; in the other process they are one caller.
-            data = _framed(messages.Submit(number, replace(submission, request_id=number, params=params)))
+            data = frame(messages.Submit(number, replace(submission, request_id=number, params=params)))
             refusal = self._send(number, answer, data, (sink, submission.request_id))
         except UsageError as error:
             refusal = error
@@ -188,17 +115,19 @@ class RemoteEngine:
             answer.set_exception(refusal)
         return answer
 
-    def close(self, drain_s: float = 0.0) -> None:
+    def close(self, drain_s: float = 0.0, kill_s: float | None = None) -> None:
         """Reject new requests, let live ones run for up to `drain_s` seconds, abort the rest, disconnect.
 
         It waits until that is done. An engine made by `start` ends for all its callers, with its process: beyond
-        `drain_s` it has `CLOSE_S` seconds to close and as many to exit, then the process is killed. After `connect`,
-        only this client's requests end. A second call waits for the first, at most `drain_s + CLOSE_S` seconds.
+        `drain_s` it has `kill_s` seconds to close and to exit (None: `CLOSE_S` for each), then the process is killed.
+        After `connect`, only this client's requests end. A second call waits for the first, at most
+        `drain_s + CLOSE_S` seconds.
         """
+        close_s = CLOSE_S if kill_s is None else kill_s
         with self._lock:
             begun, self._closing = self._closing, True
         if begun:
-            self._ended.wait(drain_s + self.close_s)
+            self._ended.wait(drain_s + close_s)
             return
         limit = time.monotonic() + drain_s
         if self._process is None:
@@ -206,8 +135,8 @@ class RemoteEngine:
                 time.sleep(0.01)
         else:
             self._outbox.put(messages.frame(messages.Close(drain_s)))
-            self._ended.wait(drain_s + self.close_s)
-        self._dispose()
+            self._ended.wait(drain_s + close_s)
+        self._dispose(CLOSE_S if kill_s is None else limit + kill_s - time.monotonic())
         self._reader.join()
 
     def _send(
@@ -289,7 +218,7 @@ class RemoteEngine:
             self._deliver(message.pieces)
         elif isinstance(message, messages.Reply):
             self._settle(message.number, message.value)
-        elif isinstance(message, messages.Refused):
+        elif isinstance(message, messages.Refusal):
             self._forget(message.number)
             self._settle(message.number, message.fault.error())
 
@@ -348,45 +277,10 @@ class RemoteEngine:
     def _exit_reason(self) -> str:
         return "" if self._process is None else self._process.exit_reason()
 
-    def _dispose(self) -> None:
-        """Close the socket; wait for the process if its engine has closed, else kill it."""
+    def _dispose(self, exit_s: float = CLOSE_S) -> None:
+        """Close the socket; wait `exit_s` seconds for the process if its engine has closed, else kill it."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         if self._process is not None:
-            self._process.dispose(CLOSE_S if self._ended.is_set() else 0.0)
-
-
-def _plain(model: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Model and options as plain data: names for dtypes, mappings for configs, strings for paths; no `progress`."""
-    if isinstance(model, (str, Path)):
-        model = str(model)
-    else:
-        from inferplane.models import as_config
-
-        model = dict(as_config(model))
-    torch = sys.modules.get("torch")  # a caller with one of its dtypes has imported it
-    plain: dict[str, Any] = {}
-    for name, value in options.items():
-        if torch is not None and isinstance(value, torch.dtype):
-            value = str(value).removeprefix("torch.")
-        elif isinstance(value, Path):
-            value = str(value)
-        elif is_dataclass(value) and not isinstance(value, type):
-            value = asdict(value)
-        elif isinstance(value, Mapping):
-            value = dict(value)
-        if name != "progress":
-            plain[name] = value
-    return model, plain
-
-
-def _framed(message: FromCaller) -> bytes:
-    """A message as bytes; UsageError if it holds a value that cannot be sent."""
-    try:
-        return messages.frame(message)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise UsageError(
-            f"An argument cannot be sent to the engine's process: {error}.",
-            there_is="strings, numbers, lists and mappings of them",
-        ) from error
+            self._process.dispose(exit_s if self._ended.is_set() else 0.0)

@@ -72,7 +72,7 @@ class Connection:
     async def receive(self) -> FromCaller | None:
         """The next valid message; None when the caller has left or violates the protocol, which is reported on stderr.
 
-        A message that has a number but a value of a wrong type is answered with `Refused`, and the next one is awaited.
+        A message that has a number but a value of a wrong type is answered with `Refusal`, and the next one is awaited.
         """
         while True:
             try:
@@ -85,7 +85,7 @@ class Connection:
                 number = messages.number_of(body)
                 if number is None:
                     return self._report(error)
-                self.send(messages.Refused(number, Fault.of(UsageError(f"The engine cannot read a request: {error}."))))
+                self.send(messages.Refusal(number, Fault.of(UsageError(f"The engine cannot read a request: {error}."))))
             except (ValueError, msgspec.DecodeError) as error:
                 return self._report(error)
 
@@ -120,12 +120,12 @@ class Connection:
             engine.abort_all(self)
 
     def _answer(self, answer: Future[Any], number: int) -> None:
-        """Send the result of a future under a message's number when it is done: `Reply` or `Refused`."""
+        """Send the result of a future under a message's number when it is done: `Reply` or `Refusal`."""
 
         def done(answer: Future[Any]) -> None:
             error = answer.exception()
             if error is not None:
-                self.post(messages.Refused(number, Fault.of(error)))
+                self.post(messages.Refusal(number, Fault.of(error)))
             else:
                 self.post(messages.Reply(number, answer.result()))
 

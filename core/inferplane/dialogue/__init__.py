@@ -1,0 +1,1 @@
+"""Conversations: the forms of messages, and chat templates; without torch."""

@@ -1,0 +1,176 @@
+"""A checkpoint's chat template, and the forms of a conversation in which a template may accept it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+from inferplane.dialogue.renderer import Renderer, RenderError
+from inferplane.errors import UsageError, sentence
+
+Messages = Sequence[Mapping[str, Any]]
+_NO_CONTENT = re.compile(r"content['\"]?\]? is (not )?none")
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+"""The only ids of calls that Mistral's templates accept."""
+
+
+@dataclass(frozen=True)
+class Template:
+    """A chat template: Jinja source, and the special tokens by their names in it.
+
+    Args:
+        source: the template.
+        tokens: special tokens.
+        tool_source: another template for conversations with tools; None: `source` renders them too.
+    """
+
+    source: str
+    tokens: Mapping[str, Any]
+    tool_source: str | None = None
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: Any) -> Template | None:
+        """The template of a tokenizer of transformers; None if it has none."""
+        found, tokens = tokenizer.chat_template, dict(tokenizer.special_tokens_map)
+        if isinstance(found, Mapping):
+            plain = found.get("default") or next(iter(found.values()), None)
+            return cls(str(plain), tokens, found.get("tool_use")) if plain else None
+        return cls(str(found), tokens) if found else None
+
+    @property
+    def supports_tools(self) -> bool:
+        """It reads the tools of a request."""
+        return self.tool_source is not None or "tools" in self.source
+
+    @property
+    def supports_null_content(self) -> bool:
+        """It recognizes an assistant message with only tool calls by the content None, not by an empty text."""
+        return _NO_CONTENT.search(self.tool_source or self.source) is not None
+
+    @cached_property
+    def _renderer(self) -> Renderer:
+        return Renderer(self.source, self.tokens)
+
+    def render(self, messages: Messages) -> str:
+        """Render a conversation without tools, with the beginning of a reply.
+
+        Args:
+            messages: of `normalize_messages`.
+
+        Raises:
+            UsageError: the template refuses it in every form, takes too long, or needs too much memory.
+        """
+        refusal = ""
+        for plain in forms(self, messages):
+            try:
+                return self._renderer.render({"messages": list(plain)})
+            except RenderError as error:
+                if error.reason != "refused":  # in any form
+                    raise UsageError(error.message) from error
+                refusal = refusal or error.message
+        raise UsageError(describe_refusal(refusal))
+
+
+def describe_refusal(why: str) -> str:
+    """What to say of a conversation that a template refuses."""
+    return sentence(f"The chat template refuses these messages: {why}")
+
+
+def forms(template: Template, messages: Messages, description: str = "") -> Iterator[Messages]:
+    """Yield a conversation in the forms that templates ask for, the most common first.
+
+    Some take a call's arguments as data, others as text; some want ids of nine letters and digits; some recognize a
+    message with only calls by the content None; some refuse the system's role, in which tools are described.
+
+    Args:
+        template: decides which forms are possible.
+        messages: of `normalize_messages`.
+        description: of the tools, for a template that does not support them; "": there is nothing to describe.
+    """
+    called = [call for message in messages for call in message.get("tool_calls") or ()]
+    empties = (None, "") if called and template.supports_null_content else ("",)
+    arguments: tuple[str, ...] = ("data", "text") if called else ("data",)
+    if not all(isinstance(_data(call["function"]["arguments"]), dict) for call in called):
+        arguments = (*arguments, "wrapped")  # broken JSON is text, for which some templates have no place
+    ids = [i for message in messages for i in _ids(message)]
+    shorten = (False, True) if called and not all(i and _SHORT_ID.fullmatch(i) for i in ids) else (False,)
+    roles = ("system", "user") if description else ("",)
+    for empty, form, short, role in product(empties, arguments, shorten, roles):
+        changed = [_with_calls(message, empty, form) for message in (_with_short_ids(messages) if short else messages)]
+        yield _prepend(description, changed, role) if description else changed
+
+
+def _ids(message: Mapping[str, Any]) -> list[str | None]:
+    """The ids of the calls in a message, or of the call that it answers."""
+    own = [message.get("tool_call_id")] if message["role"] == "tool" else []
+    return [*(call.get("id") for call in message.get("tool_calls") or ()), *own]
+
+
+def _with_calls(message: Mapping[str, Any], empty: str | None, form: str) -> dict[str, Any]:
+    """A message with the arguments of its calls as "data", "text", or "wrapped" (data, even if they are no object), and
+    with the content `empty` if it has only calls.
+    """
+    out = dict(message)
+    if message.get("tool_calls"):
+        out["content"] = message["content"] or empty
+        out["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _arguments(call["function"]["arguments"], form)}}
+            for call in message["tool_calls"]
+        ]
+    return out
+
+
+def _arguments(text: str, form: str) -> Any:
+    found = _data(text) if form != "text" else None
+    if found is None:
+        found = text
+    return found if form != "wrapped" or isinstance(found, dict) else {"arguments": text}
+
+
+def _data(text: str) -> Any:
+    """JSON as data; None for text that is none, as of a call that was cut off."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _with_short_ids(messages: Messages) -> list[dict[str, Any]]:
+    """Messages whose calls, and answers to them, have ids of nine letters and digits: their own if these are such, else
+    ones made of them. Answers without an id get those of the calls before them, in order.
+    """
+    out, waiting, count = [], [], 0
+    for message in messages:
+        changed = dict(message)
+        if message.get("tool_calls"):
+            calls = []
+            for call in message["tool_calls"]:
+                calls.append({**call, "id": _short_id(call.get("id") or f"call {count}")})
+                count += 1
+            changed["tool_calls"], waiting = calls, [call["id"] for call in calls]
+        elif message["role"] == "tool":
+            own = message.get("tool_call_id")
+            changed["tool_call_id"] = _short_id(own) if own else waiting.pop(0) if waiting else _short_id("")
+            if changed["tool_call_id"] in waiting:
+                waiting.remove(changed["tool_call_id"])
+        out.append(changed)
+    return out
+
+
+def _short_id(own: str) -> str:
+    return own if _SHORT_ID.fullmatch(own) else hashlib.sha256(own.encode("utf-8", "replace")).hexdigest()[:9]
+
+
+def _prepend(text: str, messages: Messages, role: str) -> list[Mapping[str, Any]]:
+    """Put a text before the first message of a role; if there is none, such a message comes first."""
+    at = next((i for i, message in enumerate(messages) if message["role"] == role), None)
+    if at is None:
+        return [{"role": role, "content": text}, *messages]
+    changed = {**messages[at], "content": f"{text}\n\n{messages[at]['content'] or ''}"}
+    return [*messages[:at], changed, *messages[at + 1 :]]

@@ -1,0 +1,168 @@
+"""The block tables of sequences: blocks are judged, taken, found and given back for all tables of a sequence at once.
+
+It deals in integers only. Every table takes its blocks from one pool; a table whose layers attend to a window gives
+back blocks before it (`inferplane.kvcache.tables`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from inferplane.engine.request.state import BlockTable, Request
+from inferplane.kvcache import BlockAllocator, blocks_held
+from inferplane.kvcache.tables import Windows
+
+
+class SequenceTables:
+    """Gives sequences the blocks of their tables, and takes them back.
+
+    Args:
+        allocator: the blocks.
+        block_tokens: tokens per block.
+        windows: the widest window of the layers of each table, in tokens; None: a layer attends to all tokens.
+    """
+
+    def __init__(self, allocator: BlockAllocator, block_tokens: int, windows: Windows = (None,)) -> None:
+        self.allocator, self.block_tokens, self.windows = allocator, block_tokens, tuple(windows)
+        self.windowed = [(table, w) for table, w in enumerate(self.windows) if w is not None]
+
+    def blocks_for(self, tokens: int) -> int:
+        """The number of blocks that `tokens` tokens need in each table."""
+        return -(-tokens // self.block_tokens)
+
+    def max_blocks(self, tokens: int, step_tokens: int) -> int:
+        """The largest number of blocks that a sequence of `tokens` tokens holds at a time, with at most `step_tokens`
+        of them in a step.
+        """
+        return blocks_held(self.windows, tokens, step_tokens, self.block_tokens)
+
+    def max_step_tokens(self, tokens: int, limit: int) -> int:
+        """The largest number of tokens of a step, from 1 to `limit`, with which a sequence of `tokens` tokens fits into
+        the pool alone; `limit` if it fits with none.
+        """
+        low, high = 1, limit
+        if not self.windowed or self.max_blocks(tokens, low) > self.allocator.total:
+            return limit
+        while low < high:  # a larger step needs more blocks
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.max_blocks(tokens, middle) <= self.allocator.total else (low, middle - 1)
+        return low
+
+    def first_blocks(self, request: Request, tokens: int) -> list[list[int]]:
+        """Of each table, the blocks that hold a sequence's first `tokens` tokens."""
+        stop = self.blocks_for(tokens)
+        return [table.blocks[:stop] for table in request.tables]
+
+    # -- taking
+
+    def admit(self, request: Request, hashes: Sequence[bytes], step_tokens: int) -> bool:
+        """Give a sequence without blocks those of its first step: known ones for its longest known prefix, which
+        becomes `computed`, new ones for the rest. False, and nothing changes, if too few are available.
+
+        A table without a window gets blocks for all known tokens of the sequence; one with a window for the first step
+        only, because blocks that leave the window are free for the next step.
+
+        Args:
+            request: the sequence.
+            hashes: of its full blocks that may be found, in order; none: nothing is found.
+            step_tokens: largest number of tokens that the first step computes.
+        """
+        count = self._count_known(hashes) if hashes else 0
+        known = count * self.block_tokens
+        tables = []
+        for table, window in enumerate(self.windows):
+            first = self._count_passed(known, window)
+            contents = [_content(content, table) for content in hashes[first:count]]
+            tables.append(BlockTable([0] * first + self.allocator.acquire(contents), first))
+        first_step = min(request.tokens, known + step_tokens)
+        lengths = [self.blocks_for(request.tokens if w is None else first_step) for w in self.windows]
+        if sum(lengths) - count * len(lengths) > self.allocator.available:
+            for t in tables:
+                self.allocator.release(t.held)
+            return False
+        for t, length in zip(tables, lengths):
+            t.blocks.extend(self.allocator.allocate(length - count))
+        request.tables, request.computed = tables, known
+        return True
+
+    def extend(self, request: Request, tokens: int) -> bool:
+        """Give a sequence blocks for `tokens` tokens in all; False, and nothing is taken, if too few are available."""
+        want, need = -(-tokens // self.block_tokens), 0
+        for table in request.tables:
+            if (more := want - len(table.blocks)) > 0:
+                need += more
+        if not need:
+            return True
+        if need > self.allocator.available:
+            return False
+        for table in request.tables:
+            if (more := want - len(table.blocks)) > 0:
+                table.blocks += self.allocator.allocate(more)
+        return True
+
+    def extend_all(self, lengths: Sequence[tuple[Request, int]]) -> bool:
+        """`extend` for several sequences, each with its number of tokens: all get their blocks, or none (False)."""
+        need = sum(max(0, self.blocks_for(tokens) - len(t.blocks)) for r, tokens in lengths for t in r.tables)
+        return need <= self.allocator.available and all(self.extend(r, tokens) for r, tokens in lengths)
+
+    # -- giving back
+
+    def release_beyond(self, request: Request, tokens: int) -> int:
+        """Release the blocks after those that hold a sequence's first `tokens` tokens; returns how many."""
+        keep, count = self.blocks_for(tokens), 0
+        for table in request.tables:
+            if surplus := table.blocks[keep:]:
+                del table.blocks[keep:]
+                self.allocator.release(surplus)
+                count += len(surplus)
+        return count
+
+    def release_out_of_window(self, request: Request) -> None:
+        """Release the blocks that no layer of their table will read again; they stand as 0 in it."""
+        for number, window in self.windowed:
+            table, count = request.tables[number], self._count_passed(request.computed, window)
+            if count > table.released:
+                self.allocator.release(table.blocks[table.released : count])
+                table.blocks[table.released : count] = [0] * (count - table.released)
+                table.released = count
+
+    def release_all(self, request: Request) -> None:
+        """Release all blocks of a sequence."""
+        for table in request.tables:
+            self.allocator.release(table.held)
+        request.tables = []
+
+    # -- content
+
+    def publish(self, request: Request, first: int, stop: int) -> None:
+        """Register what the blocks `first` to `stop` (without) of each table hold, by the sequence's hashes."""
+        for number, table in enumerate(request.tables):
+            for i in range(max(first, table.released), stop):
+                self.allocator.publish(table.blocks[i], _content(request.hashes[i], number))
+
+    def _count_known(self, hashes: Sequence[bytes]) -> int:
+        """The largest number of leading blocks that can be reused: every table without a window knows all of them,
+        every other one those that a window before the next token reaches.
+        """
+        count = len(hashes)
+        for table, window in enumerate(self.windows):
+            if window is None:
+                count = self.allocator.count_prefix([_content(h, table) for h in hashes[:count]])
+        missing = count > 0 and bool(self.windowed)
+        while missing:
+            missing = False
+            for table, window in self.windowed:
+                needed = range(count - 1, self._count_passed(count * self.block_tokens, window) - 1, -1)
+                unknown = next((i for i in needed if not self.allocator.knows(_content(hashes[i], table))), None)
+                if unknown is not None:  # of the sequences that reach beyond this block, each window needs it
+                    count, missing = unknown, True
+        return count
+
+    def _count_passed(self, computed: int, window: int | None) -> int:
+        """How many leading blocks no layer with this window reads again once `computed` tokens are computed."""
+        return 0 if window is None else max(0, computed + 1 - window) // self.block_tokens
+
+
+def _content(block_hash: bytes, table: int) -> bytes:
+    """What the block of a table holds: its tokens' hash, and the table's number unless it is the first."""
+    return block_hash + table.to_bytes(4, "little") if table else block_hash

@@ -1,0 +1,156 @@
+"""Deals a model's layers to block tables: layers with a window need not keep what other layers keep.
+
+A *cache group* is all layers with the same window. A sequence has at least one block table for each group, from which
+blocks before the window are released while it grows. All tables take their blocks from one pool: a block holds
+`block_tokens` tokens of n layers, those of the table that has it. So the memory of the cache is n storages, which the
+layers of every table share in order. A group with more than n layers has several tables; a last table with fewer leaves
+storages of its blocks unused, which is limited (`MAX_PADDING`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from inferplane.types import KVRequest
+
+MAX_PADDING = 0.1
+"""Largest share by which tables with fewer layers than others may enlarge the cache of short sequences."""
+MAX_WIDEST_PADDING = 0.03
+"""The same for the group with the widest window alone, which has most blocks when sequences are long."""
+
+Windows = Sequence[int | None]
+"""The widest window of the layers of each block table, in tokens; None: a layer attends to all."""
+
+
+def widest_window(windows: Windows) -> int | None:
+    """The widest of some windows, in tokens; None if one is None; 0 if there are none."""
+    return None if None in windows else max((w for w in windows if w is not None), default=0)
+
+
+def blocks_held(windows: Windows, tokens: int, step_tokens: int, block_tokens: int) -> int:
+    """The largest number of blocks that a sequence holds at a time, in all its tables.
+
+    Before a step, with a window, these are blocks for the step's tokens and for the window of the first of them, which
+    begin and end anywhere in a block.
+
+    Args:
+        windows: of each table.
+        tokens: of the sequence.
+        step_tokens: largest number of its tokens in a step.
+        block_tokens: tokens per block.
+    """
+    all_blocks = -(-tokens // block_tokens)
+    return sum(
+        all_blocks if w is None else min(all_blocks, -(-(w + step_tokens - 2) // block_tokens) + 1) for w in windows
+    )
+
+
+@dataclass(frozen=True)
+class TablePlan:
+    """Which block table each layer reads, and where its entries lie.
+
+    Args:
+        windows: of each table; the first is the widest.
+        table_of: number of each layer's table; drafting layers come after the model's and have table 0.
+        storage_of: number of each layer's storage.
+        storages: what each storage stores; a block has memory in all of them.
+        reason: in words, why layers with a window share the table of layers that keep more; empty: none do.
+    """
+
+    windows: tuple[int | None, ...]
+    table_of: tuple[int, ...]
+    storage_of: tuple[int, ...]
+    storages: tuple[KVRequest, ...]
+    reason: str = ""
+
+    @property
+    def num_tables(self) -> int:
+        """Number of block tables of a sequence."""
+        return len(self.windows)
+
+    def data(self) -> dict[str, Any]:
+        """The tables as JSON-ready data, for `explain` and `estimate`."""
+        layers = [self.table_of.count(table) for table in range(self.num_tables)]
+        tables = [{"window": window, "layers": n} for window, n in zip(self.windows, layers)]
+        return {"tables": tables, "shared_because": self.reason}
+
+
+def single_table(requests: Sequence[KVRequest], also: Sequence[KVRequest] = (), reason: str = "") -> TablePlan:
+    """One block table for all layers.
+
+    Args:
+        requests: of the layers.
+        also: of layers elsewhere that read the same table.
+        reason: see `TablePlan`.
+    """
+    window = widest_window([r.window for r in (*requests, *also)])
+    return TablePlan((window,), (0,) * len(requests), tuple(range(len(requests))), tuple(requests), reason)
+
+
+def deal_layers(
+    requests: Sequence[KVRequest],
+    drafting: Sequence[KVRequest] = (),
+    also: Sequence[KVRequest] = (),
+    form: Callable[[KVRequest], Hashable] = lambda request: replace(request, window=None),
+) -> TablePlan:
+    """Deal layers to block tables.
+
+    Layers share storages only if all have entries of one form. Otherwise all layers share one table, as they do if only
+    one window occurs.
+
+    Args:
+        requests: of the model's layers.
+        drafting: of layers behind the model, which read the first table and have storages of their own.
+        also: of a draft model's layers, which read the first table in a cache of their own.
+        form: what has to be equal for two layers to share a storage: by default all but the window.
+    """
+    groups: dict[int | None, list[int]] = {}
+    for i, request in enumerate(requests):
+        groups.setdefault(request.window, []).append(i)
+    if len(groups) < 2:
+        keeps_more = widest_window([r.window for r in (*drafting, *also)]) is None and None not in groups
+        reason = "a layer that drafts reads the same table and has none" if keeps_more else ""
+        return single_table((*requests, *drafting), also, reason)
+    if len({form(request) for request in requests}) > 1:
+        return single_table((*requests, *drafting), also, "their entries have other shapes or another layout")
+    ordered = sorted(groups.items(), key=lambda group: math.inf if group[0] is None else group[0], reverse=True)
+    width = choose_width([len(layers) for _, layers in ordered])
+    windows: list[int | None] = []
+    table_of, storage_of = [0] * len(requests), [0] * len(requests)
+    stored: dict[int, KVRequest] = {}
+    for window, layers in ordered:
+        for first in range(0, len(layers), width):
+            for storage, layer in enumerate(layers[first : first + width]):
+                table_of[layer], storage_of[layer] = len(windows), storage
+                stored.setdefault(storage, requests[layer])
+            windows.append(window)
+    windows[0] = widest_window([windows[0], *(r.window for r in (*drafting, *also))])
+    own = range(len(stored), len(stored) + len(drafting))
+    return TablePlan(
+        tuple(windows),
+        (*table_of, *(0 for _ in drafting)),
+        (*storage_of, *own),
+        (*(stored[i] for i in range(len(stored))), *drafting),
+    )
+
+
+def choose_width(counts: Sequence[int]) -> int:
+    """The number of layers per table: the one with the fewest tables, and the fewest unused storages among these.
+
+    Args:
+        counts: layers of each group, that with the widest window first.
+    """
+
+    def stored(count: int, width: int) -> int:
+        return -(-count // width) * width
+
+    def wasteful(width: int) -> bool:
+        return stored(counts[0], width) > (1 + MAX_WIDEST_PADDING) * counts[0] or (
+            sum(stored(n, width) for n in counts) > (1 + MAX_PADDING) * sum(counts)
+        )
+
+    widths = [width for width in range(1, max(counts) + 1) if not wasteful(width)]
+    return min(widths, key=lambda n: (sum(-(-count // n) for count in counts), sum(stored(c, n) for c in counts)))

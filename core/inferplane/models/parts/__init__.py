@@ -1,0 +1,54 @@
+"""Building blocks that several families share: attention blocks, mixtures of experts, the model around the layers."""
+
+from inferplane.models.parts.attention import (
+    LATENT_EPS,
+    HeadNorms,
+    Window,
+    grouped_query_attention,
+    latent_attention,
+    layer_windows,
+    sliding_window,
+)
+from inferplane.models.parts.experts import SharedExperts, experts_per_token, fine_grained_experts, mixture_of_experts
+from inferplane.models.parts.layers import (
+    LAYERS,
+    PRE_NORM,
+    LayerForm,
+    decoder_layer,
+    decoder_model,
+    dense_mlp,
+    input_weights,
+    needs_stored_parts,
+    norm_output_quant,
+    plain_mlp,
+)
+from inferplane.models.parts.rotation import Rotation, head_size, rotate_all, rotate_some, rotation
+
+__all__ = [
+    "LATENT_EPS",
+    "LAYERS",
+    "PRE_NORM",
+    "HeadNorms",
+    "LayerForm",
+    "Rotation",
+    "SharedExperts",
+    "Window",
+    "decoder_layer",
+    "decoder_model",
+    "dense_mlp",
+    "experts_per_token",
+    "fine_grained_experts",
+    "grouped_query_attention",
+    "head_size",
+    "input_weights",
+    "latent_attention",
+    "layer_windows",
+    "mixture_of_experts",
+    "needs_stored_parts",
+    "norm_output_quant",
+    "plain_mlp",
+    "rotate_all",
+    "rotate_some",
+    "rotation",
+    "sliding_window",
+]

@@ -1,0 +1,163 @@
+"""Mixtures of experts that several families share.
+
+Names of weights are those of Hugging Face checkpoints, in which these families agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from inferplane import ops
+from inferplane.errors import CheckpointError
+from inferplane.models.build import Build
+from inferplane.models.parts.layers import dense_mlp
+from inferplane.models.reading.config import Config
+from inferplane.types import Weight
+
+
+@dataclass(frozen=True)
+class SharedExperts:
+    """The MLP that every token takes beside its chosen experts.
+
+    Args:
+        size: its inner size, of all shared experts together; 0: there is none.
+        name: its name in the checkpoint, below the layer's MLP.
+        gate: name of the linear layer that weighs its result; None: it counts in full.
+        bias: whether it has biases.
+    """
+
+    size: int = 0
+    name: str = "shared_experts"
+    gate: str | None = None
+    bias: bool = False
+
+
+def mixture_of_experts(
+    build: Build,
+    name: str,
+    route: ops.MoERoute,
+    *,
+    count: str,
+    inner: str = "moe_intermediate_size",
+    shared: SharedExperts = SharedExperts(),
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    router: str = "gate",
+) -> ops.MoE:
+    """Build a mixture-of-experts layer.
+
+    Args:
+        build: its config gives the sizes.
+        name: prefix of the layer's MLP in the checkpoint.
+        route: chooses the experts of a token.
+        count: name of the config entry with the number of experts.
+        inner: name of the config entry with the size of one expert.
+        shared: the MLP that every token takes; the layer sums its result over the ranks together with the others'.
+        parts: names of gate, up and down projections in the checkpoint.
+        router: name of the router in the checkpoint, below `name`.
+
+    Raises:
+        CheckpointError: the config lacks an entry.
+        UnsupportedModelError: the config names another activation than SiLU.
+    """
+    build.config.refuse(hidden_act=("silu",))
+    width, experts, size = (build.config.size(entry) for entry in ("hidden_size", count, inner))
+    mine = build.placement.experts(count, experts)
+    divided = len(mine) == experts  # either a slice of every expert is here, or some experts in full
+    rows = build.local_size(inner, size) if divided else size
+    mlp = build.mlp(f"{name}.{shared.name}", shared.size, width, inner, bias=shared.bias) if shared.size else None
+    gate, up, down = parts
+    if not divided:
+        build.ignore(f"{name}.experts.*")  # experts of the other ranks
+    gate_up = [f"{name}.experts.{e}.{part}" for e in mine for part in (gate, up)]
+    downs = [f"{name}.experts.{e}.{down}" for e in mine]
+    return ops.MoE(
+        router=build.router(f"{name}.{router}", experts, width),
+        route=route,
+        experts=ops.MoEExperts(
+            build.weight(gate_up, (len(mine), 2 * rows, width), 0 if divided else None),
+            build.weight(downs, (len(mine), width, rows), 1 if divided else None),
+            partial=not divided,
+        ),
+        shared=None if mlp is None else replace(mlp, reduce=None),
+        reduce=build.reduce(),
+        here=None if divided else (mine[0], len(mine)),
+        shared_gate=build.router(f"{name}.{shared.gate}", 1, width) if mlp and shared.gate else None,
+    )
+
+
+def experts_per_token(
+    config: Config, entry: str, groups: int = 1, top_groups: int = 1, *, entry_of_chosen: str = "num_experts_per_tok"
+) -> int:
+    """Read the number of experts per token, and check that a router can choose them.
+
+    Args:
+        config: the model's.
+        entry: name of the config entry with the number of experts.
+        groups: number of expert groups. top_groups: number of groups that a token may choose from.
+        entry_of_chosen: name of the config entry with the number of experts per token.
+
+    Raises:
+        CheckpointError: the numbers contradict each other.
+    """
+    total, chosen = config.size(entry), config.size(entry_of_chosen)
+    each = total // groups
+    what = ""
+    if total % groups:
+        what = f"{total} experts cannot form {groups} equal groups"
+    elif top_groups > groups:
+        what = f"topk_group = {top_groups} exceeds n_group = {groups}"
+    elif chosen > total:
+        what = f"{entry_of_chosen} = {chosen} exceeds {entry} = {total}"
+    elif chosen > top_groups * each:
+        what = f"{entry_of_chosen} = {chosen} exceeds the {top_groups * each} experts in topk_group = {top_groups} "
+        what += "groups"
+    if what:
+        raise CheckpointError(f"{config.name}: {what}.", remedy="correct the entries, or fetch the file again")
+    return chosen
+
+
+def fine_grained_experts(
+    build: Build, is_sparse: Callable[[int], bool] | None = None
+) -> Callable[[int, str], ops.GatedMLP | ops.MoE]:
+    """Return a function that builds a layer's MLP in DeepSeek-V3's form, from the layer's number and the MLP's name.
+
+    The router takes sigmoids, chooses with a correction bias among the best groups, and shared experts are added.
+
+    Args:
+        build: its config gives the sizes.
+        is_sparse: whether a layer has experts; None: from layer `first_k_dense_replace` on.
+
+    Raises:
+        CheckpointError: the config lacks an entry or contradicts itself.
+
+    Source: arXiv 2412.19437, section 2.1.2.
+    """
+    config = build.config
+    count, first = "n_routed_experts", config.count("first_k_dense_replace")
+    total, route = config.size(count), _sigmoid_routing(config)
+    shared = SharedExperts(config.count("n_shared_experts") * config.size("moe_intermediate_size"))
+
+    def feed_forward(i: int, name: str) -> ops.GatedMLP | ops.MoE:
+        if i < first if is_sparse is None else not is_sparse(i):
+            return dense_mlp(build)(i, name)
+        bias = Weight((f"{name}.gate.e_score_correction_bias",), (total,), torch.float32)
+        return mixture_of_experts(build, name, replace(route, bias=bias), count=count, shared=shared)
+
+    return feed_forward
+
+
+def _sigmoid_routing(config: Config) -> ops.MoERoute:
+    """Build the routing that all layers share; each layer adds its own correction bias."""
+    groups, top_groups = config.size("n_group", 1), config.size("topk_group", 1)
+    total, chosen = config.size("n_routed_experts"), experts_per_token(config, "n_routed_experts", groups, top_groups)
+    if groups > 1 and total // groups < 2:
+        raise CheckpointError(
+            f"{config.name}: n_group = {groups} leaves {total // groups} expert per group, and a group is scored by "
+            "its best two.",
+            remedy="correct the entries, or fetch the file again",
+        )
+    renormalize, factor = config.flag("norm_topk_prob"), config.number("routed_scaling_factor")
+    return ops.MoERoute(None, chosen, "sigmoid", groups, top_groups, "top2", renormalize, factor)

@@ -1,0 +1,197 @@
+"""Layers that several families share, their MLPs, and the model around them.
+
+Names of weights are those of Hugging Face checkpoints, in which these families agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from inferplane import ops
+from inferplane.errors import UnsupportedModelError
+from inferplane.models.build import ACTIVATION_NAMES, Build
+from inferplane.types import ActivationQuant, Weight
+
+LAYERS = "num_hidden_layers"
+
+
+NormOf = Callable[[Build, str, int], ops.RMSNorm | ops.LayerNorm]
+"""From a norm's name and width to the op."""
+
+
+@dataclass(frozen=True)
+class LayerForm:
+    """How a family's layers are put together, where they are no plain pre-norm layers.
+
+    Args:
+        before: names of the norms before attention and MLP, in the checkpoint, or None.
+        after: names of the norms on what they return, or None.
+        factor: on what they return.
+        parallel: whether both read the first norm's result, and their results are added.
+        norm: builds a norm.
+    """
+
+    before: tuple[str | None, str | None] = ("input_layernorm", "post_attention_layernorm")
+    after: tuple[str | None, str | None] = (None, None)
+    factor: float = 1.0
+    parallel: bool = False
+    norm: NormOf = Build.rms_norm
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the pre-norm layer."""
+        return not self.parallel and self.factor == 1 and None not in self.before and self.after == (None, None)
+
+    def norm_before(self, build: Build, name: str) -> ops.AddRMSNorm | ops.AddNorm:
+        """Build a norm that first adds the residual."""
+        norm = self.norm(build, name, build.config.size("hidden_size"))
+        return ops.AddRMSNorm(norm) if isinstance(norm, ops.RMSNorm) else ops.AddNorm(norm)
+
+
+PRE_NORM = LayerForm()
+
+
+def decoder_layer(build: Build, i: int, attn: Any, mlp: Any, form: LayerForm = PRE_NORM) -> Any:
+    """Build decoder layer `i` from its attention and its MLP."""
+    name, width = f"model.layers.{i}", build.config.size("hidden_size")
+
+    def before(part: str | None, *blocks: Any) -> ops.AddRMSNorm | ops.AddNorm | None:
+        if part is None:
+            return None
+        norm = form.norm_before(build, f"{name}.{part}")
+        if isinstance(norm, ops.AddNorm):
+            return norm
+        quant = norm_output_quant(*(weight for block in blocks for weight in input_weights(block)))
+        return replace(norm, output_quant=quant)
+
+    def after(part: str | None) -> Any:
+        return None if part is None else form.norm(build, f"{name}.{part}", width)
+
+    if form.parallel:
+        return ops.ParallelLayer(before(form.before[0], attn, mlp), attn, mlp)  # type: ignore[arg-type]
+    first, second = before(form.before[0], attn), before(form.before[1], mlp)
+    if form.is_plain and isinstance(first, ops.AddRMSNorm) and isinstance(second, ops.AddRMSNorm):
+        return ops.DecoderLayer(first, attn, second, mlp)
+    return ops.ResidualLayer(first, attn, after(form.after[0]), second, mlp, after(form.after[1]), form.factor)
+
+
+def input_weights(block: ops.GQABlock | ops.MLABlock | ops.GatedMLP | ops.MLP | ops.MoE) -> list[Weight]:
+    """The weights that a block multiplies its input by. Routers are left out: their input is never quantized."""
+    if isinstance(block, ops.GQABlock):
+        return [block.qkv.weight]
+    if isinstance(block, ops.MLABlock):
+        return [(block.q_a or block.q_b).weight, block.kv_a.weight]
+    if isinstance(block, ops.GatedMLP):
+        return [block.gate_up.weight]
+    if isinstance(block, ops.MLP):
+        return [block.up.weight]
+    return [block.experts.gate_up, *([] if block.shared is None else [block.shared.gate_up.weight])]
+
+
+def norm_output_quant(*weights: Weight) -> ActivationQuant | None:
+    """How the norm before these weights may quantize its result: what the quantized ones among them all request.
+
+    None if they request different things, or a static scale, which only the linear itself knows.
+    """
+    quants = {w.activation_quant for w in weights if w.activation_quant is not None and w.format in ops.FORMATS}
+    quant = quants.pop() if len(quants) == 1 else None
+    return None if quant is None or quant.static else quant
+
+
+def decoder_model(
+    build: Build,
+    attn: Callable[[int, str], Any],
+    mlp: Callable[[int, str], Any],
+    form: LayerForm = PRE_NORM,
+    *,
+    embed_factor: float = 1.0,
+    logit_factor: float = 1.0,
+    logit_cap: float | None = None,
+) -> ops.CausalLM:
+    """Build a causal language model.
+
+    Args:
+        build: config, placement and weight formats.
+        attn: builds a layer's attention from the layer's number and the attention's name in the checkpoint.
+        mlp: the same for the layer's MLP.
+        form: how a layer is put together.
+        embed_factor: on the embedding. logit_factor: on the logits.
+        logit_cap: the bound to which the logits are capped softly, or None.
+    """
+    config = build.config
+    vocab, width = config.size("vocab_size"), config.size("hidden_size")
+    embed = build.embedding("model.embed_tokens", vocab, width)
+    head = build.head(embed, vocab, width)
+    names = [(i, f"model.layers.{i}") for i in range(config.size(LAYERS))]
+    return ops.CausalLM(
+        embed=embed if embed_factor == 1 else ops.ScaledEmbedding(embed, embed_factor),
+        layers=ops.DecoderStack(
+            tuple(decoder_layer(build, i, attn(i, f"{n}.self_attn"), mlp(i, f"{n}.mlp"), form) for i, n in names)
+        ),
+        norm=form.norm_before(build, "model.norm"),
+        head=head if logit_factor == 1 and logit_cap is None else ops.ScaledHead(head, logit_factor, logit_cap),
+        gather=build.gather(),
+    )
+
+
+def dense_mlp(
+    build: Build, *, bias: bool = False, act: str = "silu", fused: bool = False
+) -> Callable[[int, str], ops.GatedMLP]:
+    """Return a function that builds a layer's gated MLP from the layer's number and the MLP's name.
+
+    Args:
+        build: its config gives the sizes.
+        bias: whether its linear layers have biases.
+        act: the activation, a name of `ops.activation.ACTIVATIONS`; the config may not name another.
+        fused: whether gate and up are stored as one, `gate_up_proj`.
+    """
+    inner, width = build.config.size("intermediate_size"), build.config.size("hidden_size")
+    return lambda i, name: build.mlp(name, inner, width, bias=bias, act=act, fused=fused)
+
+
+def plain_mlp(
+    build: Build, act: str, *, bias: bool = False, names: tuple[str, str] = ("up_proj", "down_proj")
+) -> Callable[[int, str], ops.MLP]:
+    """Return a function that builds a layer's MLP without a gate from the layer's number and the MLP's name.
+
+    Args:
+        build: its config gives the sizes.
+        act: the activation, a name of `ops.activation.ACTIVATIONS`; the config may not name another.
+        bias: whether its linear layers have biases.
+        names: names of the linear layers in the checkpoint.
+    """
+    inner, width = build.config.size("intermediate_size"), build.config.size("hidden_size")
+    build.config.refuse(hidden_act=ACTIVATION_NAMES[act])
+    mine = build.local_size("intermediate_size", inner)
+
+    def mlp(i: int, name: str) -> ops.MLP:
+        up, down = (f"{name}.{part}" for part in names)
+        return ops.MLP(
+            up=build.linear(up, rows=mine, columns=width, axis=0, bias=bias),
+            down=build.linear(down, rows=width, columns=mine, axis=1, bias=bias),
+            act=ops.Activation(act),
+            reduce=build.reduce(),
+        )
+
+    return mlp
+
+
+def needs_stored_parts(build: Build) -> bool:
+    """Whether projections that the checkpoint stores as one (q, k and v; gate and up) are read as one.
+
+    Quantized ones are, which one rank can do; others are read part by part (`names.canonical_names`).
+
+    Raises:
+        UnsupportedModelError: several ranks would have to share a quantized one.
+    """
+    whole = build.config.get("quantization_config") is not None
+    if whole and build.placement.tp_size > 1:
+        raise UnsupportedModelError(
+            f"{build.config.name}: quantized projections that are stored as one, on several ranks.",
+            there_is="one rank, or a checkpoint that is not quantized",
+        )
+    parts = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj") if whole else ("qkv_proj", "gate_up_proj")
+    build.ignore(*(f"model.layers.*.{part}.weight" for part in parts))
+    return whole

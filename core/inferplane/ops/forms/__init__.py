@@ -1,0 +1,1 @@
+"""Less common forms of layers, norms, MLPs, rotations and embeddings."""

@@ -1,0 +1,79 @@
+"""Activation functions besides SiLU in a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from inferplane.ops.op import ROUNDED, Op, Sample
+
+ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+    "silu": F.silu,
+}
+"""Activation functions by name."""
+
+
+class ActivationMul(Op, name="activation_mul", extension=True):
+    """`y = f(gate) * up` with `gate, up = x[..., :I], x[..., I:]`, in float32, rounded once.
+
+    Its cost is not counted: it is fused into neighbouring ops wherever speed matters.
+
+    Args of the call:
+        x: `[T, 2 I]`.
+
+    Returns:
+        `[T, I]` in the dtype of `x`.
+
+    Fields: `function` f: "gelu" (by the error function), "gelu_tanh" (its approximation), "relu2" (`max(x, 0)^2`),
+    "silu".
+
+    Source: GEGLU, Shazeer, arXiv 2002.05202; GELU, arXiv 1606.08415; squared ReLU, arXiv 2109.08668.
+    """
+
+    tolerance = ROUNDED
+
+    function: str
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.float().chunk(2, -1)
+        return (ACTIVATIONS[self.function](gate) * up).to(x.dtype)
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """Each function; large values."""
+        samples = [Sample(name, ActivationMul(name), lambda d: (d.normal(3, 128),)) for name in ACTIVATIONS]
+        return [*samples, Sample("large", ActivationMul("gelu_tanh"), lambda d: (d.normal(5, 96, scale=40.0),))]
+
+
+class Activation(Op, name="activation", extension=True):
+    """`y = f(x)` by entries, in float32, rounded once.
+
+    Its cost is not counted: it is fused into neighbouring ops wherever speed matters.
+
+    Args of the call:
+        x: `[T, I]`.
+
+    Returns:
+        `[T, I]` in the dtype of `x`.
+
+    Fields: `function` f, as in `activation_mul`.
+
+    Source: GELU, arXiv 1606.08415; squared ReLU, arXiv 2109.08668.
+    """
+
+    tolerance = ROUNDED
+
+    function: str
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return ACTIVATIONS[self.function](x.float()).to(x.dtype)
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """Each function."""
+        return [Sample(name, Activation(name), lambda d: (d.normal(3, 65),)) for name in ACTIVATIONS]

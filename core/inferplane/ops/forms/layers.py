@@ -1,0 +1,155 @@
+"""Decoder layers of other forms than the pre-norm layer: norms after a block, factors, blocks side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from inferplane.ops.attention import GQABlock
+from inferplane.ops.basic import AddRMSNorm, RMSNorm
+from inferplane.ops.draw import Draw
+from inferplane.ops.forms.mlp import MLP
+from inferplane.ops.forms.norms import AddNorm, LayerNorm, Norm
+from inferplane.ops.linear import GatedMLP
+from inferplane.ops.mla import MLABlock
+from inferplane.ops.moe import MoE
+from inferplane.ops.op import BLOCK, Op, Sample, placeholder
+from inferplane.types import Batch, LayerKV
+
+NormBefore = AddRMSNorm | AddNorm
+Attention = GQABlock | MLABlock
+FeedForward = GatedMLP | MLP | MoE
+
+
+class ResidualLayer(Op, name="residual_layer", extension=True):
+    """A transformer layer on the pair (x, residual), whose sum is the hidden state, with norms before and after each
+    block, each of which may be left out, and a factor on what a block adds.
+
+    `h = x + residual; a = attn_after(attn(attn_norm(h))) * factor; h = h + a;
+    m = mlp_after(mlp(mlp_norm(h))) * factor; return m, h`. A norm that is None is the identity.
+
+    Args of the call:
+        x: `[T, D]`. residual: `[T, D]` or None in the first layer. batch: the step. kv: the layer's cache, changed.
+
+    Returns:
+        x and residual, each `[T, D]`.
+
+    Fields: `attn_norm` and `mlp_norm` add and norm; `attn_after` and `mlp_after` norm what the blocks return; `factor`.
+
+    Source: norms after the blocks as in OLMo 2, arXiv 2501.00656; on both sides as in Gemma 2, arXiv 2408.00118; the
+    factor as in Granite (transformers' GraniteConfig).
+    """
+
+    tolerance = BLOCK
+
+    attn_norm: NormBefore | None
+    attn: Attention
+    attn_after: Norm | None
+    mlp_norm: NormBefore | None
+    mlp: FeedForward
+    mlp_after: Norm | None
+    factor: float = 1.0
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.attn_norm is None:
+            h = residual = x if residual is None else x + residual
+        else:
+            h, residual = self.attn_norm(x, residual)
+        h = self.attn(h, batch, kv)
+        if self.attn_after is not None:
+            h = self.attn_after(h)
+        if self.factor != 1:
+            h = h * self.factor
+        if self.mlp_norm is None:
+            h = residual = h + residual
+        else:
+            h, residual = self.mlp_norm(h, residual)
+        h = self.mlp(h)
+        if self.mlp_after is not None:
+            h = self.mlp_after(h)
+        return (h if self.factor == 1 else h * self.factor), residual
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """Norms before, after and on both sides, with and without a factor; the first layer; an MLP without a gate."""
+        add = lambda: AddRMSNorm(_rms())  # noqa: E731
+        return [
+            _sample("after", "decode", None, _rms(), None, _rms()),
+            _sample("both", "mixed", add(), _rms(), add(), _rms()),
+            _sample("factor", "decode", add(), None, add(), None, factor=0.22),
+            _sample("first", "decode", None, _rms(), None, _rms(), first=True),
+            _sample("plain_mlp", "mixed", add(), None, add(), None, mlp=MLP.samples()[0].op, factor=0.5),
+        ]
+
+
+class ParallelLayer(Op, name="parallel_layer", extension=True):
+    """A transformer layer whose two blocks read the same normed state:
+    `h, r = norm(x, residual); return attn(h) + mlp(h), r`.
+
+    Args of the call:
+        x: `[T, D]`. residual: `[T, D]` or None in the first layer. batch: the step. kv: the layer's cache, changed.
+
+    Returns:
+        x and residual, each `[T, D]`.
+
+    Source: the parallel form of GPT-J, as in PaLM, arXiv 2204.02311.
+    """
+
+    tolerance = BLOCK
+
+    norm: NormBefore
+    attn: Attention
+    mlp: FeedForward
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        h, residual = self.norm(x, residual)
+        return self.attn(h, batch, kv) + self.mlp(h), residual
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """Decode and mixed steps, with both kinds of norm."""
+        out = []
+        for like, norm in (("decode", AddNorm(LayerNorm(placeholder(64), 1e-5))), ("mixed", AddRMSNorm(_rms()))):
+            block = next(s for s in GQABlock.samples() if s.label == like)
+            op = ParallelLayer(norm, block.op, GatedMLP.samples()[0].op)  # type: ignore[arg-type]
+            out.append(Sample(like, op, _with_residual(block, first=False), block.step_kind))
+        return out
+
+
+def _rms() -> RMSNorm:
+    return RMSNorm(placeholder(64), 1e-6)
+
+
+def _with_residual(block: Sample, *, first: bool) -> Any:
+    """Inputs of a layer around a sample of its attention."""
+
+    def inputs(d: Draw) -> tuple[Any, ...]:
+        x, batch, kv = block.inputs(d)
+        return x, None if first else d.normal(*x.shape), batch, kv
+
+    return inputs
+
+
+def _sample(
+    label: str,
+    like: str,
+    attn_norm: Any,
+    attn_after: Any,
+    mlp_norm: Any,
+    mlp_after: Any,
+    *,
+    mlp: Any = None,
+    factor: float = 1.0,
+    first: bool = False,
+) -> Sample:
+    """A sample around the sample `like` of grouped-query attention."""
+    block = next(s for s in GQABlock.samples() if s.label == like)
+    mlp = GatedMLP.samples()[0].op if mlp is None else mlp
+    op = ResidualLayer(attn_norm, block.op, attn_after, mlp_norm, mlp, mlp_after, factor)  # type: ignore[arg-type]
+    return Sample(label, op, _with_residual(block, first=first), block.step_kind)

@@ -1,0 +1,89 @@
+"""JSON schemas as clients send them: what a constraint cannot enforce, and arguments of calls.
+
+As in OpenAI's API, a schema with `strict` true is enforced or refused, and any other is enforced as far as possible.
+
+Source: https://platform.openai.com/docs/guides/structured-outputs; https://github.com/guidance-ai/llguidance,
+docs/json_schema.md.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from inferplane.serving.errors import invalid
+
+DATA = frozenset(("const", "enum", "default", "examples"))
+"""Keys of a schema whose values are not schemas."""
+NAMES = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+"""Keys of a schema whose values map names to schemas."""
+NOT_ENFORCED = frozenset(
+    {
+        *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "propertyNames"),
+        *("uniqueItems", "contains", "minContains", "maxContains", "unevaluatedItems", "unevaluatedProperties"),
+        *("$dynamicRef", "$recursiveRef"),
+    }
+)
+"""Keywords that llguidance refuses."""
+FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown")
+)
+"""Formats of strings that are enforced; others are notes, as in the standard."""
+_BEYOND_REGULAR = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?(?:[=!]|<[=!])|\\(?:[1-9]|k[<{']))")
+"""Look-around and references back, which no automaton follows."""
+
+
+def relax(schema: Any, dropped: set[str]) -> Any:
+    """Return a schema without what cannot be enforced; `oneOf` becomes `anyOf`.
+
+    Args:
+        schema: a schema, or a list of schemas.
+        dropped: gets the keywords that were removed or changed.
+    """
+    if isinstance(schema, list):
+        return [relax(part, dropped) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    out: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in NOT_ENFORCED or _is_loose(key, value, schema):
+            dropped.add(key)
+        elif key in NAMES and isinstance(value, Mapping):
+            enforced = {n: part for n, part in value.items() if key != "patternProperties" or not _is_beyond(n)}
+            out[key] = {name: relax(part, dropped) for name, part in enforced.items()}
+            if len(enforced) < len(value):
+                dropped.add(key)
+        else:
+            out[key] = value if key in DATA else relax(value, dropped)
+    if "patternProperties" in out and len(out["patternProperties"]) < len(schema["patternProperties"]):
+        out.pop("additionalProperties", None)  # it would forbid what the removed patterns allow
+    if "oneOf" in out:
+        dropped.add("oneOf")
+        either = {"anyOf": out.pop("oneOf")}
+        out.update(either if "anyOf" not in out else {"allOf": [*out.get("allOf", ()), either]})
+    return out
+
+
+def _is_loose(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
+    """Return whether a keyword is a pattern or a format that cannot be enforced."""
+    if not isinstance(value, str):
+        return False
+    if key == "pattern":
+        return _is_beyond(value)
+    kinds = schema.get("type", ["string"])
+    return key == "format" and value not in FORMATS and "string" in (kinds if isinstance(kinds, list) else [kinds])
+
+
+def _is_beyond(pattern: str) -> bool:
+    return _BEYOND_REGULAR.search(pattern) is not None
+
+
+def arguments_schema(function: str, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the schema of a function's arguments, which are an object; raise ApiError 400 if they cannot be one."""
+    if not parameters:
+        return {"type": "object", "properties": {}}
+    kind = parameters.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise invalid(f"The parameters of {function} are of type {kind!r}; arguments are of type 'object'.", "tools")
+    return {**parameters, "type": "object"}

@@ -1,0 +1,154 @@
+"""A model whose layers attend to different numbers of tokens: memory is given back, and no answer changes.
+
+Its layers are two with all tokens and six with a window of 13, so a sequence has four block tables of two layers each.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from inferplane import LLM, SamplingParams
+from inferplane.engine.runner import planned_model
+from inferplane.kvcache import single_table
+from tests.e2e.drafters import eagle_head, noisy_copy
+from tests.e2e.tiny_models import config_of, prompts, random_model
+
+WINDOW = 13
+TYPES = 2 * ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+LENGTHS = (140, 37, 64, 42, 140)
+OPTIONS = {"device": "cpu", "dtype": "float32", "max_model_len": 200}
+SETTINGS = {"temperature": 0, "ignore_eos": True}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+EAGLE = {"method": "eagle", "num_speculative_tokens": 3}
+DRAFT = {"method": "draft_model", "num_speculative_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The model, an EAGLE head for it, and a draft model without windows."""
+    made = {name: tmp_path_factory.mktemp("groups") / name for name in ("model", "eagle", "draft_model")}
+    config = config_of(
+        "qwen3",
+        "window",
+        num_hidden_layers=len(TYPES),
+        layer_types=TYPES,
+        sliding_window=WINDOW,
+        max_position_embeddings=256,
+    )
+    random_model(config, seed=3).save_pretrained(made["model"])
+    eagle_head(made["eagle"], width=config.hidden_size, vocab=config.vocab_size)
+    noisy_copy(made["model"], made["draft_model"])
+    return made
+
+
+def requests(vocab=160):
+    """Prompts, some with a common beginning or that repeat themselves, and how many tokens each wants."""
+    each = prompts(vocab, LENGTHS)
+    each[3] = each[3][:7] * 6
+    each[4] = each[0][:135] + each[4][:5]
+    return each, [SamplingParams(max_tokens=n, **SETTINGS) for n in (24, 40, 3, 40, 20)]
+
+
+@pytest.fixture(scope="module")
+def alone(folders):
+    """What each prompt gets alone, in one chunk, without a prefix cache, with one block table for all layers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planned_model, "deal_layers", lambda layers, drafting, also, form: single_table(layers, also))
+        with LLM(folders["model"], enable_prefix_caching=False, **OPTIONS) as llm:
+            assert llm.engine.scheduler.tables.windows == (None,)
+            return [llm.generate([p], q)[0].token_ids for p, q in zip(*requests())]
+
+
+CASES = {
+    "batches of 3": {"max_num_seqs": 3},
+    "chunks of 5": {"max_num_batched_tokens": 5},
+    "chunks of 50, few blocks": {"max_num_batched_tokens": 50, "blocks": 24},
+    "n-gram drafts": {"speculative_config": NGRAM},
+    "n-gram drafts, few blocks, chunks of 19": {
+        "speculative_config": NGRAM,
+        "blocks": 24,
+        "max_num_batched_tokens": 19,
+    },
+    "eagle drafts, few blocks": {"speculative_config": EAGLE, "blocks": 24},
+    "drafts of a model": {"speculative_config": DRAFT},
+    "drafts of a model, few blocks, chunks of 19": {
+        "speculative_config": DRAFT,
+        "blocks": 24,
+        "max_num_batched_tokens": 19,
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_answer(case, folders, alone):
+    options = dict(CASES[case])
+    if (spec := options.get("speculative_config")) in (EAGLE, DRAFT):
+        options["speculative_config"] = spec | {"model": folders[spec["method"]]}
+    if blocks := options.pop("blocks", None):
+        options["kv_cache_bytes"] = blocks * bytes_per_block(folders, options.get("speculative_config"))
+    with LLM(folders["model"], **OPTIONS, **options) as llm:
+        assert llm.engine.scheduler.tables.windows == (None, WINDOW, WINDOW, WINDOW)
+        every, params = requests()
+        order = list(range(len(every)))
+        for again in range(2):  # later in another order, and with prefixes in the cache
+            got = llm.generate([every[i] for i in order], [params[i] for i in order])
+            assert [r.token_ids for r in got] == [alone[i] for i in order], (case, again)
+            random.Random(again).shuffle(order)
+        stats = llm.engine.stats()
+        assert not blocks or stats["num_preemptions_total"] > 0
+        assert blocks or stats["prefix_cache_hits_total"] > 0
+        assert spec is None or stats["spec_decode_num_draft_tokens_total"] > 0
+        assert llm.engine.allocator.used == 0
+        llm.engine.allocator.check()
+
+
+def bytes_per_block(folders, spec):
+    """Bytes of a block of the cache, a draft model's included."""
+    with LLM(folders["model"], **OPTIONS, max_num_seqs=1, speculative_config=spec) as llm:
+        runners = (llm.runner, *filter(None, [llm.runner.draft]))
+        return sum(runner.block_bytes() for runner in runners)
+
+
+def test_a_long_sequence_holds_its_windows_only(folders):
+    """Measured while it runs, in blocks that all tables take from one pool, and as `estimate` says."""
+    with LLM(folders["model"], **OPTIONS, max_num_batched_tokens=64) as llm:
+        block, tables = llm.runner.cache.block_tokens, llm.runner.tables
+        assert [tables.table_of.count(i) for i in range(4)] == [2, 2, 2, 2] and len(tables.storages) == 2
+        memory = {t.data_ptr() for kv in llm.runner.cache.layers for t in kv.entries}
+        assert len(memory) == 2 * 2, "K and V of two storages"
+        request = llm.add(prompts(160, (150,))[0], SamplingParams(max_tokens=40, **SETTINGS), 0)
+        while llm.engine.busy:
+            llm.engine.step()
+            if request.tables:
+                full, *windowed = ([*t.held] for t in request.tables)
+                assert len(full) == -(-max(request.computed, 150) // block)
+                stop, first = -(-request.computed // block), max(0, request.computed + 1 - WINDOW) // block
+                assert all(len(held) == stop - first for held in windowed)
+                assert llm.engine.allocator.used == len(full) + 3 * len(windowed[0])
+
+
+def test_a_prefix_is_found_in_all_tables(folders, alone):
+    """Two requests share 135 tokens; the second finds the full blocks among them."""
+    every, params = requests()
+    with LLM(folders["model"], **OPTIONS) as llm:
+        block = llm.runner.cache.block_tokens
+        llm.generate([every[0]], params[0])
+
+        def hits(prompt):
+            before = llm.engine.stats()["prefix_cache_hits_total"]
+            assert llm.generate([prompt], params[4])[0].token_ids == alone[4]
+            return llm.engine.stats()["prefix_cache_hits_total"] - before
+
+        assert hits(every[4]) == 135 // block * block > 0
+        llm.engine.allocator.clear()
+        assert hits(every[4]) == 0
+
+
+def test_whole_prompts_and_embeddings_know_tables(folders):
+    every, _ = requests()
+    with LLM(folders["model"], **OPTIONS) as llm:
+        whole = llm.logits([every[0]])[0]
+        parts = llm.logits([every[0]], chunk_tokens=7)[0]
+        assert (whole - parts).abs().max() < 1e-4 and llm.engine.allocator.used == 0

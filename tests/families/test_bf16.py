@@ -1,0 +1,17 @@
+"""In bfloat16 the dense families err no more than transformers does, allowing a quarter of chance."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.test_parity import BF16, bf16_errors, largest, rms
+from tests.families.cases import CASES, config_of
+from tests.families.dense import DENSE
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_bf16_error(family, tmp_path):
+    ours, theirs = bf16_errors(config_of(family, next(iter(CASES[family]))), 1, tmp_path, count=8)
+    assert 1e-4 < rms(theirs) < 1e-2
+    assert rms(ours) <= BF16 * rms(theirs)
+    assert largest(ours) <= BF16 * largest(theirs)

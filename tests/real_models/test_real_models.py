@@ -1,0 +1,90 @@
+"""Real models from packages: weights as transformers reads them from the same file, and its greedy text in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inferplane import LLM, SamplingParams
+from tests.real_models.conftest import fetch_once
+
+TOKENS = 48
+QUESTIONS = [
+    "What is the capital of France?",
+    "Write a haiku about the sea.",
+    "Explain in one sentence why the sky is blue.",
+    "List three uses of a paper clip.",
+    "Translate to German: Good morning, my friend.",
+    "Write a Python function that reverses a string.",
+    "Who wrote Romeo and Juliet?",
+    "What is 17 + 25?",
+    "Summarize: The cat sat on the mat, looked at the rain, and went back to sleep.",
+    "Give me a name for a small brown dog.",
+]
+TEXTS = [
+    "The capital of France is",
+    "Once upon a time, in a village by the sea,",
+    "def fibonacci(n):\n    ",
+    "The three primary colours are",
+    "Im Jahre 1905 veröffentlichte Albert Einstein",
+    "Water boils at a temperature of",
+    "1, 2, 3, 5, 8, 13,",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "A list of fruits: apples, pears,",
+    "The quick brown fox jumps over the lazy dog. " * 70 + "Then the fox",
+]
+"""The last is longer than a window of 512 tokens."""
+
+SAMPLING = SamplingParams(max_tokens=TOKENS, temperature=0)
+
+
+@pytest.fixture(scope="module", params=["smollm2", "gemma3-270m"])
+def model(request):
+    """A model's name, its GGUF file and its folder."""
+    return request.param, *fetch_once(request.param)
+
+
+def prompts_of(name, tokenizer):
+    """The token ids of ten prompts: questions in the model's own template, or plain text for a base model."""
+    if tokenizer.chat_template is None:
+        return [tokenizer(text).input_ids for text in TEXTS]
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True
+        ).input_ids
+        for text in QUESTIONS
+    ]
+
+
+def test_weights_are_what_transformers_reads_from_the_file(model):
+    from transformers import AutoModelForCausalLM
+
+    _, file, folder = model
+    want = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    got = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tensors = got.state_dict()
+    assert tensors.keys() == want.state_dict().keys()
+    for name, tensor in want.state_dict().items():
+        assert torch.equal(tensors[name], tensor), name
+    assert got.config.rms_norm_eps == pytest.approx(want.config.rms_norm_eps, rel=1e-6), "the same float32"
+    for key in ("rope_parameters", "tie_word_embeddings", "eos_token_id", "max_position_embeddings"):
+        assert getattr(got.config, key, None) == getattr(want.config, key, None), key
+
+
+def test_greedy_text(model):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    name, _, folder = model
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    many = prompts_of(name, tokenizer)
+    with LLM(folder, device="cpu", dtype="float32", max_num_seqs=5, max_model_len=2048) as llm:
+        results = llm.generate(many, SAMPLING)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for ids, result in zip(many, results):
+        asked = torch.tensor([ids])
+        want = reference.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=TOKENS, do_sample=False)[
+            0, len(ids) :
+        ].tolist()
+        text = tokenizer.decode(want, skip_special_tokens=True)
+        assert result.text == text, tokenizer.decode(ids)
+        assert len(text) > 0

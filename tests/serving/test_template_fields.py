@@ -1,0 +1,142 @@
+"""Fields for the chat template: the text is that of transformers, and what a template does not read is said."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import inferplane
+from inferplane.engine.request.text import Tokenizer
+from inferplane.serving.chat_template.template import ChatTemplate
+from inferplane.serving.errors import ApiError
+from inferplane.serving.http.chat import render_messages
+from inferplane.serving.http.chat_wire import ChatRequest
+from inferplane.serving.wire import validate
+
+DEMO = Path(inferplane.__file__).parent / "models" / "demo"
+PLAIN = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+    "{% if documents %}{{ documents | tojson }}{% endif %}{% if reasoning_effort %}[{{ reasoning_effort }}]{% endif %}"
+    "{% if add_generation_prompt %}<assistant>{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+)
+TRIMMED = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</>{% endfor %}"
+LAST_ONLY = "{{ messages[0].content }}"
+USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "Sure, here "}
+
+
+class Model:
+    """Has a template, as a `ServedModel`."""
+
+    def __init__(self, source: str) -> None:
+        self.template = ChatTemplate(source, {})
+
+    async def render(self, messages: Any, tools: Any, variables: Any = None) -> str:
+        return await self.template.render(messages, tools, variables)
+
+
+def rendered(source: str, messages: list[dict[str, str]], **fields: Any) -> tuple[str, list[str]]:
+    """The text that a request's conversation becomes, and what of the request has no effect."""
+
+    async def run() -> tuple[str, list[str]]:
+        model: Any = Model(source)
+        request = validate(ChatRequest, {"messages": messages, **fields})
+        try:
+            variables = request.template_variables(model.template.facts)
+            return await render_messages(request.messages, None, model, variables), list(variables.ignored)
+        finally:
+            await model.template.close()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("source", [PLAIN, TRIMMED])
+@pytest.mark.parametrize(
+    ("messages", "fields"),
+    [
+        ([USER], {}),
+        ([USER], {"chat_template_kwargs": {"enable_thinking": False}}),
+        ([USER], {"chat_template_kwargs": {"enable_thinking": True}}),
+        ([USER], {"chat_template_kwargs": {"reasoning_effort": "low"}}),
+        ([USER], {"add_generation_prompt": False}),
+        ([USER], {"add_generation_prompt": True}),
+        ([USER, REPLY], {"continue_final_message": True}),
+        ([USER, REPLY], {"continue_final_message": True, "add_generation_prompt": False}),
+        ([USER, {**REPLY, "content": "Sure"}], {"continue_final_message": True}),
+        ([USER, {**REPLY, "content": "a\n\n"}, USER], {"continue_final_message": True}),
+        ([{**USER, "content": "Sure</><assistant>"}], {"continue_final_message": True}),
+    ],
+)
+def test_the_text_is_that_of_transformers(source, messages, fields):
+    more = dict(fields)
+    variables = more.pop("chat_template_kwargs", {})
+    more.setdefault("add_generation_prompt", not more.get("continue_final_message", False))
+    inner = Tokenizer(DEMO).fast
+    want = inner.apply_chat_template(messages, chat_template=source, tokenize=False, **more, **variables)
+    assert rendered(source, messages, **fields)[0] == want
+
+
+def test_documents_and_effort_reach_a_template_that_reads_them():
+    documents = [{"title": "t", "text": "ü"}]
+    assert '[{"title": "t", "text": "ü"}]' in rendered(PLAIN, [USER], documents=documents)[0]
+    assert "[high]" in rendered(PLAIN, [USER], reasoning_effort="high")[0]
+    assert (
+        "[low]" in rendered(PLAIN, [USER], reasoning_effort="high", chat_template_kwargs={"reasoning_effort": "low"})[0]
+    )
+
+
+def test_variables_that_a_template_does_not_read_are_named():
+    given = {"enable_thinking": True, "thinking": True, "documents_": 1}
+    assert rendered(PLAIN, [USER], chat_template_kwargs=given)[1] == [
+        "chat_template_kwargs.documents_",
+        "chat_template_kwargs.thinking",
+    ]
+    assert rendered(TRIMMED, [USER], chat_template_kwargs={"enable_thinking": False})[1]
+
+
+@pytest.mark.parametrize(
+    ("source", "fields", "param"),
+    [
+        (TRIMMED, {"reasoning_effort": "low"}, "reasoning_effort"),
+        (TRIMMED, {"documents": [{"text": "x"}]}, "documents"),
+        (PLAIN, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        (PLAIN, {"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),
+        (PLAIN, {"chat_template_kwargs": []}, "chat_template_kwargs"),
+        (PLAIN, {"chat_template": "x"}, "chat_template"),
+        (PLAIN, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        (LAST_ONLY, {"continue_final_message": True}, "continue_final_message"),
+    ],
+)
+def test_what_would_not_reach_the_template_is_refused(source, fields, param):
+    with pytest.raises(ApiError) as refused:
+        rendered(source, [USER, REPLY], **fields)
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
+def test_a_message_without_text_cannot_be_continued():
+    call = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    last: Any = {"role": "assistant", "content": None, "tool_calls": [call]}
+    with pytest.raises(ApiError, match="no text to continue"):
+        rendered(PLAIN, [USER, last], continue_final_message=True)
+
+
+def test_chat_and_tokenize_render_alike(client):
+    for fields in (
+        {},
+        {"add_generation_prompt": False},
+        {"continue_final_message": True},
+        {"add_special_tokens": True},
+    ):
+        body = {"messages": [USER, REPLY], **fields}
+        count = client.post("/tokenize", json=body).json()["count"]
+        answer = client.post("/v1/chat/completions", json={**body, "max_tokens": 1})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["prompt_tokens"] == count
+    answer = client.post("/v1/chat/completions", json={"messages": [USER], "max_tokens": 1, "reasoning_effort": "low"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reasoning_effort")
+    body = {"messages": [USER], "max_tokens": 1, "chat_template_kwargs": {"enable_thinking": False}}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        sent = {k: v for k, v in body.items() if k != "max_tokens" or "chat" in path}
+        assert client.post(path, json=sent).headers["x-inferplane-ignored"] == "chat_template_kwargs.enable_thinking"

@@ -1,0 +1,101 @@
+"""Options of other engines are answered with what to use here, by the command line, by `LLM` and by settings files."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from inferplane import LLM, SamplingParams
+from inferplane.cli.main import VERBS, WRONG_USAGE, verb_parser
+from inferplane.engine.clients.options import ALL_OPTIONS
+from inferplane.engine.clients.other_engines import OTHER_OPTIONS, advice, as_flag, table
+from inferplane.errors import UsageError
+from inferplane.serving.configure import resolve
+from inferplane.serving.settings import FIELDS
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (
+            ("generate", "--lora", "x"),
+            "llama.cpp's --lora has no counterpart here: merge the adapter into the checkpoint",
+        ),
+        (
+            ("generate", "--tensor-parallel-size", "2"),
+            "vLLM's --tensor-parallel-size is torchrun --nproc-per-node N -m inferplane here (torchrun starts the "
+            "processes)",
+        ),
+        (
+            ("serve", "--gpu-memory-utilization=0.9"),
+            "vLLM's --gpu-memory-utilization is --kv-cache-bytes here (bytes for the cache instead of a share of the "
+            "memory)",
+        ),
+        (("serve", "--context-length", "4096"), "SGLang's --context-length is --max-model-len here"),
+        (("serve", "--tp", "2"), "vLLM's and SGLang's --tp is torchrun"),
+        (("chat", "-ngl", "99"), "llama.cpp's -ngl is --device here (all layers are on it)"),
+        (("generate", "--temp", "0.5"), "llama.cpp's --temp is --temperature here"),
+        (("serve", "--model-id", "x"), "TGI's --model-id is the word behind the verb here"),
+        (
+            ("serve", "--max-total-tokens", "9"),
+            "SGLang's --max-total-tokens is --kv-cache-bytes here (bytes instead of tokens); TGI's --max-total-tokens "
+            "is --max-model-len here",
+        ),
+        (("serve", "--quantize", "awq", "--ssl-keyfile", "x"), "; vLLM's --ssl-keyfile is --tls-key here"),
+        (("generate", "--max-modle-len", "3"), "perhaps --max-model-len was meant"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
+)
+def test_the_command_line_says_what_to_use_here(cli, words, remedy):
+    code, out, err = cli(*words)
+    assert (code, out) == (WRONG_USAGE, "")
+    assert f"error: inferplane {words[0]} has no option" in err and words[1].partition("=")[0] in err
+    assert remedy in " ".join(err.split()), err
+    assert "--lock" not in err
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("gpu_memory_utilization", "vLLM's gpu_memory_utilization is kv_cache_bytes here"),
+        ("enforce_eager", "vLLM's enforce_eager is capture here (False runs every step eagerly)"),
+        ("mem_fraction_static", "SGLang's mem_fraction_static is kv_cache_bytes here"),
+        ("trust_remote_code", "has no counterpart here: code of a checkpoint is never run"),
+        ("temperature", "pass params of generate, stream or chat: params=SamplingParams(temperature=1)"),
+        ("max_num_seq", "perhaps max_num_seqs was meant"),
+    ],
+)
+def test_llm_says_what_to_use_here(name, remedy):
+    with pytest.raises(UsageError, match=f"LLM takes no {name}") as caught:
+        LLM("demo", **{name: 1})
+    assert remedy in caught.value.remedy
+
+
+def test_settings_say_what_to_use_here(tmp_path):
+    path = tmp_path / "serving.yaml"
+    path.write_text("gpu-memory-utilization: 0.9\n")
+    with pytest.raises(UsageError, match="which is no setting") as caught:
+        resolve({}, {}, str(path))
+    assert "vLLM's gpu_memory_utilization is kv_cache_bytes here" in caught.value.remedy
+    (note,) = resolve({}, {"INFERPLANE_MEM_FRACTION_STATIC": "0.9"}).notes
+    assert "SGLang's mem_fraction_static is kv_cache_bytes here" in note
+
+
+NAMES = {*ALL_OPTIONS, *FIELDS, *(f.name for f in fields(SamplingParams))}
+FLAGS = {flag for verb in VERBS for flag in verb_parser(verb)[0]._option_string_actions}
+
+
+@pytest.mark.parametrize("option", OTHER_OPTIONS, ids=lambda option: f"{option.engine}/{option.names[0]}")
+def test_a_row_names_what_there_is(option):
+    assert option.here in NAMES if option.here else option.note
+    flag = as_flag(option).partition(" ")[0]
+    assert not option.here or not flag.startswith("--") or flag in FLAGS
+    own = {option.here} if option.shell else set()  # some verbs have a flag of the same name
+    assert all(advice(name) and f"--{name.replace('_', '-')}" not in FLAGS for name in {*option.names} - own)
+    assert any(f"`{option.names[0]}`" in line for line in table())
+
+
+def test_no_row_is_written_twice():
+    named = [(option.engine, name) for option in OTHER_OPTIONS for name in option.names]
+    assert len(named) == len(set(named))

@@ -1,0 +1,194 @@
+"""What users pass: forms that are accepted, values that are refused with the rule."""
+
+from __future__ import annotations
+
+import warnings
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from inferplane import SamplingParams
+from inferplane.engine.clients.options import EngineOptions
+from inferplane.engine.request.arguments import MAX_INTEGER, MIN_PRIORITY, as_integer
+from inferplane.engine.request.history import History
+from inferplane.engine.sampling.batch_rows import BatchRow
+from inferplane.engine.sampling.sampler import Sampler
+from inferplane.errors import UsageError
+from inferplane.ops import SampleTokens
+from inferplane.types import HOST
+from tests.unit.support.small import bound
+
+
+def test_forms():
+    assert SamplingParams(stop="a").stop == SamplingParams(stop=["a"]).stop == ("a",)
+    assert SamplingParams(stop=None).stop == SamplingParams(stop=[]).stop == ()
+    assert SamplingParams(stop_token_ids=5).stop_token_ids == SamplingParams(stop_token_ids=[5]).stop_token_ids == (5,)
+    assert SamplingParams(stop_token_ids=None).stop_token_ids == ()
+    assert SamplingParams(top_k=-1).top_k == 0
+    assert hash(SamplingParams(stop=["a"])) == hash(SamplingParams(stop="a"))
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("max_tokens", (0, -1, 2.5, None, "8", True)),
+        ("temperature", (-0.1, float("inf"), float("nan"), None, "hot", True, Decimal("0.5"))),
+        ("top_p", (0, 1.1, -1, float("nan"), None, True)),
+        ("top_k", (-2, 1.5, None)),
+        ("min_p", (-0.1, 1.1, float("nan"), None)),
+        ("min_tokens", (-1, 17, None)),
+        ("seed", (1.5, "a")),
+        ("stop", ("", [""], ["a", ""], [3], [None])),
+        ("stop_token_ids", ([1.5], ["a"], [-1])),
+        ("ignore_eos", (1, "no", None)),
+        ("logit_bias", ({5: True}, {5: "1"}, {"5": 1}, {5: 101})),
+        ("timeout_s", (0, -1, True, "1", 10**400, Fraction(10**400), float("nan"))),
+    ],
+)
+def test_values_out_of_range(name, values):
+    for value in values:
+        with pytest.raises(UsageError, match=f"SamplingParams: {name} = ") as caught:
+            SamplingParams(**{name: value})
+        assert caught.value.there_is or caught.value.remedy
+
+
+def test_numbers_of_other_libraries_travel_as_ours():
+    params = SamplingParams(temperature=np.float32(0.5), top_p=Fraction(1, 2), logit_bias={3: np.float64(2)})
+    assert (params.temperature, params.top_p, params.logit_bias) == (0.5, 0.5, {3: 2.0})
+    assert {type(x) for x in (params.temperature, params.top_p, params.logit_bias[3])} == {float}
+
+
+@pytest.mark.parametrize("integer", [np.int64, np.int32, np.uint8, torch.tensor])
+@pytest.mark.parametrize("name", ["max_tokens", "top_k", "seed", "min_tokens", "logprobs", "prompt_logprobs", "n"])
+def test_integers_of_other_libraries_travel_as_ours(name, integer):
+    found = getattr(SamplingParams(**{name: integer(5)}), name)
+    assert found == 5 and type(found) is int
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [np.array([1, 2]), np.array([1, 2], np.uint8), [np.int64(1), np.int32(2)], torch.tensor([1, 2]), (1, np.int64(2))],
+    ids=repr,
+)
+def test_ids_of_other_libraries_travel_as_ours(ids):
+    params = SamplingParams(stop_token_ids=ids, logit_bias={i: 1 for i in ids})
+    assert params.stop_token_ids == tuple(params.logit_bias) == (1, 2)
+    assert {type(i) for i in (*params.stop_token_ids, *params.logit_bias)} == {int}
+    assert SamplingParams(stop_token_ids=ids[1]).stop_token_ids == (2,)
+    assert SamplingParams(top_k=np.int64(-1)).top_k == 0
+
+
+@pytest.mark.parametrize("value", [np.True_, torch.tensor(True), np.float64(5), torch.tensor(5.0), np.array([5, 6])])
+@pytest.mark.parametrize("name", ["max_tokens", "top_k", "seed", "n"])
+def test_what_is_no_integer_of_another_library_is_refused(name, value):
+    with pytest.raises(UsageError, match=f"SamplingParams: {name} = "):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs", "timeout_s"])
+def test_what_there_is_reads_as_a_sentence(name):
+    with pytest.raises(UsageError, match=r"There is: values (from 0 to 20|above 0 \(in seconds\)), or None\."):
+        SamplingParams(**{name: -1})
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("max_model_len", 2**31 - 1),
+        ("max_num_seqs", 2**31 - 1),
+        ("max_num_batched_tokens", 2**31 - 1),
+        ("max_waiting", 2**31 - 1),
+        ("kv_cache_bytes", 2**63 - 1),
+    ],
+)
+def test_options_have_a_largest_integer(name, most):
+    assert getattr(EngineOptions(**{name: most}), name) == most
+    for value in (most + 1, 2**63, 2**70, 10**30):
+        with pytest.raises(UsageError, match=f"{name} = ") as caught:
+            EngineOptions(**{name: value})
+        assert caught.value.there_is.endswith(f" to {most}")
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({"max_batch": 2, "max_num_seqs": 2}, "max_batch and max_num_seqs"),
+        ({"max_num_seqs": 2, "max_batch": 2}, "max_num_seqs and max_batch"),
+        ({"enable_prefix_caching": True, "prefix_cache": False}, "enable_prefix_caching and prefix_cache"),
+        ({"speculative": None, "speculative_config": None}, "speculative and speculative_config"),
+    ],
+)
+def test_an_option_under_two_names_is_refused_with_both(given, names):
+    with (
+        pytest.warns(DeprecationWarning, match="is deprecated; use"),
+        pytest.raises(UsageError, match=f"{names} are the same option"),
+    ):
+        EngineOptions.of(given)
+
+
+BEYOND = (2**31, 2**63, 2**64, 10**30)
+"""Whole numbers that some step of the way (int32, int64, a message) cannot hold."""
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("max_tokens", BEYOND),
+        ("top_k", BEYOND),
+        ("min_tokens", BEYOND),
+        ("n", BEYOND),
+        ("logprobs", BEYOND),
+        ("prompt_logprobs", BEYOND),
+        ("stop_token_ids", ([2**31], [2**63], [2**64])),
+        ("logit_bias", ({2**31: 1}, {2**63: 1}, {5: 1e300}, {5: 10**30})),
+        ("temperature", (1e7, 1e38, 1e300, 10**30, np.float64(1e300))),
+        ("repetition_penalty", (1e-300, 5e-324, 1e-39, 1e7, 1e300, 10**30)),
+        ("frequency_penalty", (1e300, -1e300, 10**30)),
+        ("presence_penalty", (1e300, -1e300, 10**30)),
+        ("top_p", (1e300, 10**30)),
+        ("min_p", (1e300, 10**30)),
+        ("timeout_s", (10**400,)),
+    ],
+)
+def test_numbers_that_a_step_cannot_hold_are_refused(name, values):
+    for value in values:
+        with pytest.raises(UsageError, match=f"SamplingParams: {name} = "):
+            SamplingParams(**{name: value})
+
+
+def test_every_accepted_number_is_finite_where_it_is_used():
+    """At the limits of what is accepted: greedy, scaled and penalized rows have finite inputs, without a warning."""
+    extremes = [
+        {"temperature": 1e6},
+        {"temperature": 1e-300},
+        {"top_k": 2**31 - 1},
+        {"top_p": 5e-324},
+        {"min_p": 5e-324},
+        {"repetition_penalty": 1e-6},
+        {"repetition_penalty": 1e6},
+        {"seed": 10**30},
+    ]
+    logits = torch.linspace(-40, 40, 64).repeat(len(extremes), 1)
+    rows = []
+    for extreme in extremes:
+        history = History([3, 9])
+        history.extend([5])
+        rows.append(BatchRow(SamplingParams(**extreme), 7, 0, history=history))
+    sampler = Sampler(bound(SampleTokens()), 64, HOST)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step = sampler.prepare(rows)
+        assert sampler.process(logits, step).isfinite().all()
+        tokens = sampler.sample(logits, step)
+    assert ((tokens >= 0) & (tokens < 64)).all()
+    assert tokens[3] == 63, "top_p 0 keeps the most likely token"
+
+
+@pytest.mark.parametrize("value", [2**31, 2**63, 2**70])
+def test_integers_beside_the_parameters_have_a_limit(value):
+    for name, least in (("priority", MIN_PRIORITY), ("index", 0)):
+        with pytest.raises(UsageError, match=f"{name} = "):
+            as_integer(name, value, least, MAX_INTEGER)

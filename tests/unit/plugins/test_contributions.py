@@ -1,0 +1,167 @@
+"""Kernels, models, weight formats and observers that plugins bring."""
+
+from __future__ import annotations
+
+import pytest
+
+from inferplane import plugins
+from inferplane.errors import PluginError
+from inferplane.types import Kernel
+from tests.unit.support.fake_wheels import HEAD, only_record, serving
+
+KERNEL_HOOK = "@hookimpl\ndef inferplane_register_kernels(register):\n"
+
+
+def kernels_of(device, provider):
+    return f"{HEAD}{KERNEL_HOOK}    register({device!r}, [Kernel('rms_norm', {provider!r}, 'm:f')])\n"
+
+
+def test_backends_own_kernels_come_first(wheels):
+    source = (
+        serving("toy", "fam:one") + "def own(self): return [Kernel('rms_norm', 'own', 'm:f')]\nFake_toy.kernels = own\n"
+    )
+    wheels.install("zeta", "1", {"toy": "fake_toy"}, fake_toy=source)
+    wheels.install("acme", "1", {"list": "fake_list"}, fake_list=kernels_of("toy", "list"))
+    dotted = f"{HEAD}{KERNEL_HOOK}    register('toy', 'fake_dotted:kernels')\n"
+    dotted += "def kernels(): return [Kernel('linear', 'dotted', 'm:f')]"
+    wheels.install("beta", "1", {"dotted": "fake_dotted"}, fake_dotted=dotted)
+    wheels.install("gamma", "1", {"other": "fake_other"}, fake_other=kernels_of("fam:one", "other"))
+    host = wheels.discover()
+    assert [kernel.provider for kernel in host.kernels("toy")] == ["own", "list", "dotted"]
+    assert [kernel.provider for kernel in host.kernels(host.backend("toy"))] == ["own", "list", "dotted"]
+    assert [kernel.provider for kernel in host.kernels("fam")] == ["other"]
+    assert host.kernels("homely") == []
+    assert not host.list_quarantined()
+
+
+FAILING = {
+    "not installed": ("'surely_not_installed:kernels'", "surely_not_installed"),
+    "raises": ("'fake_bad:bad'", "ZeroDivisionError"),
+    "is no function": ("'fake_bad:number'", "TypeError"),
+    "returns other things": ("'fake_bad:other'", "item 1 is a int, not a Kernel"),
+    "returns no list": ("'fake_bad:nothing'", "NoneType is not a list"),
+}
+
+
+@pytest.mark.parametrize("wrong", FAILING)
+def test_kernel_plugin_that_fails_costs_only_itself(wheels, wrong):
+    target, words = FAILING[wrong]
+    source = f"""{HEAD}
+number = 3
+def bad(): return 1 / 0
+def other(): return [Kernel('linear', 'bad', 'm:f'), 1]
+def nothing(): return None
+{KERNEL_HOOK}    register('homely', {target})
+"""
+    wheels.install("acme-bad", "0.3", {"bad": "fake_bad"}, fake_bad=source)
+    wheels.install("zeta", "1", {"good": "fake_good"}, fake_good=kernels_of("homely", "good"))
+    host = wheels.discover()
+    assert not host.list_quarantined(), "the list is asked for when the device is"
+    for _ in range(2):
+        assert [kernel.provider for kernel in host.kernels("homely")] == ["good"]
+    record = only_record(host)
+    assert (record.stage, record.distribution, record.version) == ("kernels", "acme-bad", "0.3")
+    assert words in record.reason
+    assert host.backend("homely").name == "homely"
+
+
+@pytest.mark.parametrize("target", ["'no dots'", "'a:b:c'", "[Kernel]"])
+def test_malformed_kernel_lists(wheels, target):
+    wheels.install(
+        "acme-bad", "0.3", {"bad": "fake_bad"}, fake_bad=f"{HEAD}{KERNEL_HOOK}    register('homely', {target})\n"
+    )
+    assert only_record(wheels.discover()).stage == "validate"
+
+
+def test_kernels_for_a_device_that_nobody_serves_are_told(wheels):
+    wheels.install("acme", "1", {"list": "fake_list"}, fake_list=kernels_of("elsewhere", "list"))
+    host = wheels.discover()
+    assert host.notes() == ["acme 1 brings kernels for 'elsewhere', which no plugin serves"]
+    assert not host.list_quarantined()
+
+
+def test_a_backend_that_no_plugin_registered(wheels):
+    host = wheels.discover()
+    real = type(host.backend("homely"))
+
+    class Mine(real):
+        name = "mine"
+
+        def kernels(self):
+            return [Kernel("rms_norm", "mine", "m:f")]
+
+    class Bad(Mine):
+        def kernels(self):
+            raise OSError("not today")
+
+    assert [kernel.provider for kernel in host.kernels(Mine())] == ["mine"]
+    with pytest.raises(PluginError, match="not today"):
+        host.kernels(Bad())
+    assert not host.list_quarantined()
+
+
+def test_models_and_formats(wheels):
+    source = f"""{HEAD}
+def build(config): ...
+@hookimpl
+def inferplane_register_models(register):
+    register("AcmeForCausalLM", build)
+    register("ZetaForCausalLM", "zeta.models:build")
+@hookimpl
+def inferplane_register_quantization(register):
+    register("acme-q4", "acme.formats:read")
+"""
+    wheels.install("acme", "1", {"acme": "fake_acme"}, fake_acme=source)
+    host = wheels.discover()
+    import fake_acme
+
+    assert host.models() == {"AcmeForCausalLM": fake_acme.build, "ZetaForCausalLM": "zeta.models:build"}
+    assert host.quantization() == {"acme-q4": "acme.formats:read"}
+    host.models().clear()
+    assert len(host.models()) == 2, "a copy is handed out"
+    assert host.plugins()[0].hooks == ("inferplane_register_models", "inferplane_register_quantization")
+
+
+OBSERVER = "seen = []\n@hookimpl\ndef inferplane_on_event(event):\n    seen.append(event)\n"
+
+
+def test_an_observer_that_raises_is_not_called_again(wheels):
+    wheels.install(
+        "acme-bad", "0.3", {"bad": "fake_bad"}, fake_bad=serving("bad") + OBSERVER + "    raise SystemExit('enough')"
+    )
+    wheels.install("aaa", "1", {"good": "fake_good"}, fake_good=HEAD + OBSERVER)
+    wheels.install("zzz", "1", {"also": "fake_also"}, fake_also=HEAD + OBSERVER)
+    host = wheels.discover()
+    import fake_also
+    import fake_bad
+    import fake_good
+
+    first, second = plugins.Event("device.opened", {"device": "toy"}), plugins.Event("step")
+    host.emit(first)
+    host.emit(second)
+    assert fake_good.seen == fake_also.seen == [first, second]
+    assert fake_bad.seen == [first]
+    record = only_record(host)
+    assert (record.stage, record.distribution, record.version) == ("event", "acme-bad", "0.3")
+    assert "enough" in record.reason
+    assert host.backend("bad").name == "bad"
+
+
+@pytest.mark.parametrize(
+    ("target", "origin"),
+    [
+        ("'inferplane.kernels.composed.basic:rms_norm'", "inferplane 9.9"),
+        ("composed_kernels()[0].target", "inferplane 9.9"),
+        ("'inferplane_acme.kernels:f'", "acme 1"),
+        ("own", "acme 1"),
+    ],
+)
+def test_a_kernel_is_from_where_its_code_is(wheels, target, origin):
+    """What a backend declares of core's kernels is not the plugin's."""
+    source = f"{serving('toy')}from inferplane.kernels.composed import composed_kernels\ndef own(view, x): return x\n"
+    source += f"Fake_toy.kernels = lambda self: [Kernel('rms_norm', 'torch', {target})]\n"
+    wheels.install("acme", "1", {"toy": "fake_toy"}, fake_toy=source)
+    host = wheels.discover()
+    backend = host.backend("toy")
+    (kernel,) = host.kernels(backend)
+    assert host.origin(kernel, backend) == origin
