@@ -203,11 +203,11 @@ def convert(file: Path, folder: Path) -> None:
     Raises:
         ConversionError: the file is no GGUF file that is understood, or the folder exists.
     """
+    if folder.exists():
+        raise ConversionError(f"{folder} exists: name another folder, or remove it.")
     import gguf
     from transformers import AutoTokenizer
 
-    if folder.exists():
-        raise ConversionError(f"{folder} exists: name another folder, or remove it.")
     try:
         reader = gguf.GGUFReader(file)
     except (OSError, ValueError) as error:
