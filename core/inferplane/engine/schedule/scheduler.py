@@ -279,11 +279,12 @@ class Scheduler:
         for s in chosen:
             r = s.request
             ids = [*r.slice(r.computed, r.computed + s.count), *s.drafts]
-            blocks, *more_blocks = self.tables.first_blocks(r, r.computed + s.rows)
+            stop = self.tables.blocks_for(r.computed + s.rows)
+            more_blocks = [t.blocks[:stop] for t in r.tables[1:]] if len(r.tables) > 1 else ()
             num_logits: int | None = 1 + len(s.drafts) if s.samples_next else 0
             if r.params.prompt_logprobs is not None and r.computed < len(r.prompt) and not r.generated:
                 num_logits = None
-            out.append(Query(ids, r.computed, blocks, num_logits, more_blocks))
+            out.append(Query(ids, r.computed, r.tables[0].blocks[:stop], num_logits, more_blocks))
         return out
 
     # -- after a step
