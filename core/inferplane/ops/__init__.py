@@ -19,6 +19,10 @@ from inferplane.ops.model import CausalLM, DecoderLayer, DecoderStack, EagleLaye
 from inferplane.ops.moe import MoE, MoEExperts, MoERoute
 from inferplane.ops.op import EXTENSIONS, OPS, Comparison, Cost, Op, Sample, Workload, extension, placeholder, values
 from inferplane.ops.quantize import Quantize
+from inferplane.ops.recurrent.conv import CausalConv1d
+from inferplane.ops.recurrent.delta_rule import DeltaRuleGates, GatedDeltaRule
+from inferplane.ops.recurrent.norm import GatedRMSNorm
+from inferplane.ops.recurrent.scan import SelectiveScan
 from inferplane.ops.sampling import SampleTokens
 
 __all__ = [
@@ -33,17 +37,21 @@ __all__ = [
     "AllGather",
     "AllReduce",
     "Attention",
+    "CausalConv1d",
     "CausalLM",
     "ClampedExperts",
     "Comparison",
     "Cost",
     "DecoderLayer",
     "DecoderStack",
+    "DeltaRuleGates",
     "Draw",
     "EagleLayer",
     "Embedding",
     "GQABlock",
+    "GatedDeltaRule",
     "GatedMLP",
+    "GatedRMSNorm",
     "KVWrite",
     "LMHead",
     "LayerNorm",
@@ -71,6 +79,7 @@ __all__ = [
     "SampleTokens",
     "ScaledEmbedding",
     "ScaledHead",
+    "SelectiveScan",
     "SiluMul",
     "WidthRMSNorm",
     "Workload",

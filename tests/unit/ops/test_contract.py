@@ -167,7 +167,8 @@ def test_ops_of_one_weight_only_read_it():
 def test_variants_and_hot_marks():
     assert set(MLABlock.variants) == {"absorbed", "expanded"} and not GQABlock.variants
     hot = {name for name, op in IN_TREE.items() if op.hot}
-    assert hot == {"linear", "lm_head", "attention", "mla_expanded", "mla_absorbed", "clamped_experts", "moe_experts"}
+    products = {"linear", "lm_head", "clamped_experts", "moe_experts"}
+    assert hot == products | {"attention", "mla_expanded", "mla_absorbed", "gated_delta_rule", "selective_scan"}
     assert not SampleTokens.hot
 
 
