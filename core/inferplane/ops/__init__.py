@@ -21,6 +21,7 @@ from inferplane.ops.op import EXTENSIONS, OPS, Comparison, Cost, Op, Sample, Wor
 from inferplane.ops.quantize import Quantize
 from inferplane.ops.recurrent.conv import CausalConv1d
 from inferplane.ops.recurrent.delta_rule import DeltaRuleGates, GatedDeltaRule
+from inferplane.ops.recurrent.mixers import GatedDeltaNet, Mamba2Mixer, ShortConv
 from inferplane.ops.recurrent.norm import GatedRMSNorm
 from inferplane.ops.recurrent.scan import SelectiveScan
 from inferplane.ops.sampling import SampleTokens
@@ -49,6 +50,7 @@ __all__ = [
     "EagleLayer",
     "Embedding",
     "GQABlock",
+    "GatedDeltaNet",
     "GatedDeltaRule",
     "GatedMLP",
     "GatedRMSNorm",
@@ -63,6 +65,7 @@ __all__ = [
     "MLAKVWrite",
     "MLANormRopeWrite",
     "MTPLayer",
+    "Mamba2Mixer",
     "MoE",
     "MoEExperts",
     "MoERoute",
@@ -80,6 +83,7 @@ __all__ = [
     "ScaledEmbedding",
     "ScaledHead",
     "SelectiveScan",
+    "ShortConv",
     "SiluMul",
     "WidthRMSNorm",
     "Workload",

@@ -161,9 +161,11 @@ def _span(state: torch.Tensor, before: int, *rows: torch.Tensor) -> tuple[torch.
         apart = (total[:, :, None] - total[:, None]).tril().exp().tril()  # [H, n, n]: from token j to token i
         system = (k @ k.mT * apart * beta[..., None]).tril(-1)
         recalled = total.exp()[..., None] * (k @ state)
-        fixed = torch.linalg.solve_triangular(system, beta[..., None] * (v - recalled), upper=False, unitriangular=True)
-        y = total.exp()[..., None] * (q @ state) + (q @ k.mT * apart) @ fixed
+        corrections = torch.linalg.solve_triangular(
+            system, beta[..., None] * (v - recalled), upper=False, unitriangular=True
+        )
+        y = total.exp()[..., None] * (q @ state) + (q @ k.mT * apart) @ corrections
         last = total[:, -1:]
-        state = last.exp()[..., None] * state + (k * (last - total).exp()[..., None]).mT @ fixed
+        state = last.exp()[..., None] * state + (k * (last - total).exp()[..., None]).mT @ corrections
         results.append(y.transpose(0, 1))
     return torch.cat(results), state

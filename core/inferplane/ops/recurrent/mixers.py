@@ -1,0 +1,221 @@
+"""Mixers: what stands in a recurrent layer where another layer has its attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from inferplane.ops.draw import Draw, Sequences
+from inferplane.ops.linear import Linear
+from inferplane.ops.op import BLOCK, Op, Sample, placeholder
+from inferplane.ops.recurrent.conv import CausalConv1d
+from inferplane.ops.recurrent.delta_rule import DeltaRuleGates, GatedDeltaRule
+from inferplane.ops.recurrent.norm import GatedRMSNorm
+from inferplane.ops.recurrent.ragged import draw_batch
+from inferplane.ops.recurrent.scan import SelectiveScan
+from inferplane.types import Batch
+
+DECODE: Sequences = [(1, 5), (1, 0), (3, 90)]
+MIXED: Sequences = [(1, 100), (2, 0), (40, 0), (11, 60)]
+
+
+class GatedDeltaNet(Op, name="gated_delta_net"):
+    """A linear attention: project, convolve q, k and v, apply the gated delta rule, norm with a gate, project back.
+
+    `q, k, v, z = split(qkvz(x)); b, a = split(ba(x)); q, k, v = conv([q | k | v]);
+    y = rule(q, k, v, *gates(a, b)); return o(norm(y, z))`.
+
+    Args of the call:
+        x: `[T, D]`. batch: the step.
+        conv_state: `[B, C, k - 1]` with C = 2 G K + H V, in the plan's dtype. state: float32 `[B, H, K, V]`.
+
+    Returns:
+        y, `[T, D]` in the dtype of `x` (padded rows are undefined), and both states after the step. No argument is
+        changed.
+
+    Fields: `qkvz` linear D -> C + H V; `ba` linear D -> 2 H; `grouped` whether their rows are ordered by key heads,
+    each with its q, k, v and z (b and a), not by q, k, v and z (b and a) of all heads; `o` linear H V -> D.
+
+    Source: Gated DeltaNet, arXiv 2412.06464, in the form of Qwen3-Next (transformers' Qwen3NextConfig).
+    """
+
+    tolerance = BLOCK
+
+    qkvz: Linear
+    ba: Linear
+    conv: CausalConv1d
+    gates: DeltaRuleGates
+    rule: GatedDeltaRule
+    norm: GatedRMSNorm
+    o: Linear
+    grouped: bool = False
+
+    def __call__(
+        self, x: torch.Tensor, batch: Batch, conv_state: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        (groups, heads), (k_dim, v_dim) = self.rule.heads, self.rule.dims
+        keys, values = groups * k_dim, heads * v_dim
+        projected, ba = self.qkvz(x), self.ba(x)
+        if self.grouped:
+            each = heads // groups
+            parts = projected.unflatten(1, (groups, -1)).split((k_dim, k_dim, each * v_dim, each * v_dim), 2)
+            q, k, v, z = (part.flatten(1) for part in parts)
+            mixed = torch.cat((q, k, v), 1)
+            b, a = (part.flatten(1) for part in ba.unflatten(1, (groups, -1)).split((each, each), 2))
+        else:
+            mixed, z = projected.split((2 * keys + values, values), 1)
+            b, a = ba.split((heads, heads), 1)
+        mixed, conv_state = self.conv(mixed, batch, conv_state)
+        q, k, v = mixed.split((keys, keys, values), 1)
+        q, k = (t.unflatten(1, (groups, k_dim)) for t in (q, k))
+        y, state = self.rule(q, k, v.unflatten(1, (heads, v_dim)), *self.gates(a, b), batch, state)
+        return self.o(self.norm(y, z.unflatten(1, (heads, v_dim))).flatten(1)), conv_state, state
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """Decode and mixed steps, both orders of rows."""
+        groups, heads, k_dim, v_dim = 2, 4, 16, 32
+        keys, values = groups * k_dim, heads * v_dim
+        f32 = lambda: placeholder(heads, dtype=torch.float32)  # noqa: E731
+
+        def sample(label: str, sequences: Sequences, *, grouped: bool) -> Sample:
+            op = GatedDeltaNet(
+                qkvz=Linear(placeholder(2 * keys + 2 * values, 64)),
+                ba=Linear(placeholder(2 * heads, 64)),
+                conv=CausalConv1d(placeholder(2 * keys + values, 4)),
+                gates=DeltaRuleGates(f32(), f32()),
+                rule=GatedDeltaRule((groups, heads), (k_dim, v_dim)),
+                norm=GatedRMSNorm(placeholder(v_dim), 1e-6),
+                o=Linear(placeholder(64, values)),
+                grouped=grouped,
+            )
+            return _sample(label, op, sequences, (2 * keys + values, 3), (heads, k_dim, v_dim))
+
+        return [
+            sample("decode", DECODE, grouped=False),
+            sample("mixed", MIXED, grouped=False),
+            sample("grouped_decode", DECODE, grouped=True),
+            sample("grouped_mixed", MIXED, grouped=True),
+        ]
+
+
+class Mamba2Mixer(Op, name="mamba2_mixer"):
+    """Mamba-2: project, convolve x, b and c, scan, norm with a gate, project back.
+
+    `z, x, b, c, dt = split(proj(x)); x, b, c = conv([x | b | c]); return o(norm(scan(x, dt, b, c), z))`.
+
+    Args of the call:
+        x: `[T, D]`. batch: the step.
+        conv_state: `[B, C, k - 1]` with C = H P + 2 G N, in the plan's dtype. state: float32 `[B, H, P, N]`.
+
+    Returns:
+        y, `[T, D]` in the dtype of `x` (padded rows are undefined), and both states after the step. No argument is
+        changed.
+
+    Fields: `proj` linear D -> H P + C + H; `o` linear H P -> D.
+
+    Source: Mamba-2, arXiv 2405.21060, section 7.
+    """
+
+    tolerance = BLOCK
+
+    proj: Linear
+    conv: CausalConv1d
+    scan: SelectiveScan
+    norm: GatedRMSNorm
+    o: Linear
+
+    def __call__(
+        self, x: torch.Tensor, batch: Batch, conv_state: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        groups, dim, size = self.scan.groups, self.scan.head_dim, self.scan.state_size
+        heads = self.scan.a_log.shape[0]
+        inner, channels = heads * dim, heads * dim + 2 * groups * size
+        z, mixed, dt = self.proj(x).split((inner, channels, heads), 1)
+        mixed, conv_state = self.conv(mixed, batch, conv_state)
+        h, b, c = mixed.split((inner, groups * size, groups * size), 1)
+        b, c = (t.unflatten(1, (groups, size)) for t in (b, c))
+        y, state = self.scan(h.unflatten(1, (heads, dim)), dt, b, c, batch, state)
+        return self.o(self.norm(y.flatten(1), z)), conv_state, state
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """Decode and mixed steps; one group and several; biases."""
+
+        def sample(label: str, sequences: Sequences, groups: int, *, bias: bool = False) -> Sample:
+            heads, dim, size = 4, 16, 32
+            inner, channels = heads * dim, heads * dim + 2 * groups * size
+            f32 = lambda: placeholder(heads, dtype=torch.float32)  # noqa: E731
+            at = lambda n: placeholder(n) if bias else None  # noqa: E731
+            op = Mamba2Mixer(
+                proj=Linear(placeholder(inner + channels + heads, 48), at(inner + channels + heads)),
+                conv=CausalConv1d(placeholder(channels, 4), at(channels)),
+                scan=SelectiveScan(f32(), f32(), f32(), groups, dim, size),
+                norm=GatedRMSNorm(placeholder(inner), 1e-5, groups, gate_first=True),
+                o=Linear(placeholder(48, inner), at(48)),
+            )
+            return _sample(label, op, sequences, (channels, 3), (heads, dim, size))
+
+        return [
+            sample("decode", DECODE, 1),
+            sample("mixed", MIXED, 2),
+            sample("bias_decode", DECODE, 2, bias=True),
+            sample("bias_mixed", MIXED, 1, bias=True),
+        ]
+
+
+class ShortConv(Op, name="short_conv"):
+    """A gated short convolution: `b, c, h = split(proj(x)); return o(c * conv(b * h))`.
+
+    Args of the call:
+        x: `[T, D]`. batch: the step. conv_state: `[B, C, k - 1]` in the plan's dtype.
+
+    Returns:
+        y, `[T, D]` in the dtype of `x` (padded rows are undefined), and the states after the step. No argument is
+        changed.
+
+    Fields: `proj` linear D -> 3 C; `o` linear C -> D.
+
+    Source: LFM2 (transformers' Lfm2Config).
+    """
+
+    tolerance = BLOCK
+
+    proj: Linear
+    conv: CausalConv1d
+    o: Linear
+
+    def __call__(self, x: torch.Tensor, batch: Batch, conv_state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        b, c, h = self.proj(x).chunk(3, 1)
+        y, conv_state = self.conv(b * h, batch, conv_state)
+        return self.o(c * y), conv_state
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """Decode and mixed steps, with and without biases."""
+
+        def sample(label: str, sequences: Sequences, *, bias: bool) -> Sample:
+            at = lambda n: placeholder(n) if bias else None  # noqa: E731
+            conv = CausalConv1d(placeholder(48, 3), at(48), silu=False)
+            op = ShortConv(Linear(placeholder(144, 48), at(144)), conv, Linear(placeholder(48, 48), at(48)))
+            return _sample(label, op, sequences, (48, 2))
+
+        return [sample("decode", DECODE, bias=False), sample("mixed", MIXED, bias=True)]
+
+
+def _sample(
+    label: str, op: GatedDeltaNet | Mamba2Mixer | ShortConv, sequences: Sequences, *states: tuple[int, ...]
+) -> Sample:
+    """A sample whose states, the convolution's first, have these shapes for each sequence."""
+    proj = op.qkvz if isinstance(op, GatedDeltaNet) else op.proj
+
+    def inputs(d: Draw) -> tuple[Any, ...]:
+        batch = draw_batch(d, sequences)
+        drawn = [
+            d.normal(len(sequences), *shape, dtype=None if i == 0 else torch.float32) for i, shape in enumerate(states)
+        ]
+        return d.normal(batch.tokens, proj.weight.shape[1]), batch, *drawn
+
+    return Sample(label, op, inputs, "decode" if sequences is DECODE else "mixed")
