@@ -114,7 +114,7 @@ def pad(args: tuple[Any, ...], draw: Draw, *, lens_known: bool) -> tuple[Any, ..
 
     Args:
         args: arguments of an op; one is a batch of kind "decode".
-        draw: fills the padded rows of activations with random numbers.
+        draw: fills the padded rows of activations and states with random numbers.
         lens_known: the host knows the lengths; otherwise `host_lens` is None.
     """
     batch = batch_in(args)
@@ -139,13 +139,16 @@ def pad(args: tuple[Any, ...], draw: Draw, *, lens_known: bool) -> tuple[Any, ..
         host_lens=HostLens(starts, (*lens.seq_lens, *(0 for _ in extra))) if lens_known else None,
     )
 
+    more = {batch.seq_lens.shape[0]: PADDED_SEQUENCES, tokens: rows}  # both where each sequence has one token
+
     def grow(arg: Any) -> Any:
         if arg is batch:
             return padded
-        if isinstance(arg, torch.Tensor) and arg.dim() and arg.shape[0] == tokens:
+        if isinstance(arg, torch.Tensor) and arg.dim() and arg.shape[0] in more:
+            n = more[arg.shape[0]]
             if not arg.is_floating_point():
-                return _append(arg, 0, rows)
-            return torch.cat((arg, draw.normal(rows, *arg.shape[1:], dtype=arg.dtype)))
+                return _append(arg, 0, n)
+            return torch.cat((arg, draw.normal(n, *arg.shape[1:], dtype=arg.dtype)))
         return arg
 
     return tuple(grow(arg) for arg in args)
@@ -219,14 +222,20 @@ def stray_write(
     return ""
 
 
-def real_rows(got: Any, expected: Any, tokens: int, padded: int) -> Any:
-    """Results without their padded rows; results with an unexpected number of rows stay as they are and fail later."""
+def real_rows(got: Any, expected: Any, args: tuple[Any, ...], batch: Batch) -> Any:
+    """Results of a padded step without the rows that `pad` adds: of tokens, and of sequences where the op has an
+    argument with a row for each. Results with an unexpected number of rows stay as they are and fail later."""
+    more = {batch.tokens: count_padded_rows(batch)}
+    if any(isinstance(arg, torch.Tensor) and arg.shape[:1] == batch.seq_lens.shape for arg in args):
+        more = {batch.seq_lens.shape[0]: PADDED_SEQUENCES, **more}
 
     def drop_padding(g: Any, u: torch.Tensor) -> Any:
-        if u.shape[:1] != (tokens,):
+        n = u.shape[0] if u.dim() else 0
+        if n not in more:
             return g
-        high = isinstance(g, torch.Tensor) and g.shape[:1] == (tokens + padded,)
-        return g[:tokens] if high else f"{list(getattr(g, 'shape', ()))} with {tokens + padded} token rows given"
+        high = isinstance(g, torch.Tensor) and g.shape[:1] == (n + more[n],)
+        what = "token" if n == batch.tokens else "sequence"
+        return g[:n] if high else f"{list(getattr(g, 'shape', ()))} with {n + more[n]} {what} rows given"
 
     results, expected_results = as_tuple(got), as_tuple(expected)
     if len(results) != len(expected_results):

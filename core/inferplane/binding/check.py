@@ -15,7 +15,6 @@ from inferplane.binding.case import (
     Untouched,
     batch_in,
     caches_in,
-    count_padded_rows,
     describe,
     pad,
     poison_memory,
@@ -168,7 +167,7 @@ def run_case(
     except Exception as raised:
         return wrong(f"raised {in_words(raised)}", traceback.format_exc())
     if padded and batch is not None and expected is not None:
-        got = real_rows(got, expected, batch.tokens, count_padded_rows(batch))
+        got = real_rows(got, expected, args, batch)
     if misshapen := shape_error(got, expected):
         return wrong(misshapen)
     if not op.may_change_inputs and (change := untouched.describe_change()):

@@ -15,10 +15,13 @@ from inferplane.ops.recurrent.delta_rule import DeltaRuleGates, GatedDeltaRule
 from inferplane.ops.recurrent.norm import GatedRMSNorm
 from inferplane.ops.recurrent.ragged import draw_batch
 from inferplane.ops.recurrent.scan import SelectiveScan
-from inferplane.types import Batch
+from inferplane.types import Batch, Weight
 
 DECODE: Sequences = [(1, 5), (1, 0), (3, 90)]
 MIXED: Sequences = [(1, 100), (2, 0), (40, 0), (11, 60)]
+SAMPLE_EPS = 0.03
+"""Of norms in samples. Without it a result near 0, as that of a first token whose q and k are almost orthogonal, would
+be scaled up to mere rounding."""
 
 
 class GatedDeltaNet(Op, name="gated_delta_net"):
@@ -36,7 +39,8 @@ class GatedDeltaNet(Op, name="gated_delta_net"):
         changed.
 
     Fields: `qkvz` linear D -> C + H V; `ba` linear D -> 2 H; `grouped` whether their rows are ordered by key heads,
-    each with its q, k, v and z (b and a), not by q, k, v and z (b and a) of all heads; `o` linear H V -> D.
+    each with its q, k, v and z (b and a), not by q, k, v and z (b and a) of all heads; `o` linear H V -> D;
+    `heads` (G, H); `dims` (K, V).
 
     Source: Gated DeltaNet, arXiv 2412.06464, in the form of Qwen3-Next (transformers' Qwen3NextConfig).
     """
@@ -50,12 +54,14 @@ class GatedDeltaNet(Op, name="gated_delta_net"):
     rule: GatedDeltaRule
     norm: GatedRMSNorm
     o: Linear
+    heads: tuple[int, int]
+    dims: tuple[int, int]
     grouped: bool = False
 
     def __call__(
         self, x: torch.Tensor, batch: Batch, conv_state: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        (groups, heads), (k_dim, v_dim) = self.rule.heads, self.rule.dims
+        (groups, heads), (k_dim, v_dim) = self.heads, self.dims
         keys, values = groups * k_dim, heads * v_dim
         projected, ba = self.qkvz(x), self.ba(x)
         if self.grouped:
@@ -85,10 +91,12 @@ class GatedDeltaNet(Op, name="gated_delta_net"):
                 qkvz=Linear(placeholder(2 * keys + 2 * values, 64)),
                 ba=Linear(placeholder(2 * heads, 64)),
                 conv=CausalConv1d(placeholder(2 * keys + values, 4)),
-                gates=DeltaRuleGates(f32(), f32()),
+                gates=DeltaRuleGates(_slow(heads), f32()),
                 rule=GatedDeltaRule((groups, heads), (k_dim, v_dim)),
-                norm=GatedRMSNorm(placeholder(v_dim), 1e-6),
+                norm=GatedRMSNorm(placeholder(v_dim), SAMPLE_EPS),
                 o=Linear(placeholder(64, values)),
+                heads=(groups, heads),
+                dims=(k_dim, v_dim),
                 grouped=grouped,
             )
             return _sample(label, op, sequences, (2 * keys + values, 3), (heads, k_dim, v_dim))
@@ -114,7 +122,7 @@ class Mamba2Mixer(Op, name="mamba2_mixer"):
         y, `[T, D]` in the dtype of `x` (padded rows are undefined), and both states after the step. No argument is
         changed.
 
-    Fields: `proj` linear D -> H P + C + H; `o` linear H P -> D.
+    Fields: `proj` linear D -> H P + C + H; `o` linear H P -> D; `heads` (G, H); `dims` (P, N).
 
     Source: Mamba-2, arXiv 2405.21060, section 7.
     """
@@ -126,12 +134,13 @@ class Mamba2Mixer(Op, name="mamba2_mixer"):
     scan: SelectiveScan
     norm: GatedRMSNorm
     o: Linear
+    heads: tuple[int, int]
+    dims: tuple[int, int]
 
     def __call__(
         self, x: torch.Tensor, batch: Batch, conv_state: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        groups, dim, size = self.scan.groups, self.scan.head_dim, self.scan.state_size
-        heads = self.scan.a_log.shape[0]
+        (groups, heads), (dim, size) = self.heads, self.dims
         inner, channels = heads * dim, heads * dim + 2 * groups * size
         z, mixed, dt = self.proj(x).split((inner, channels, heads), 1)
         mixed, conv_state = self.conv(mixed, batch, conv_state)
@@ -152,9 +161,11 @@ class Mamba2Mixer(Op, name="mamba2_mixer"):
             op = Mamba2Mixer(
                 proj=Linear(placeholder(inner + channels + heads, 48), at(inner + channels + heads)),
                 conv=CausalConv1d(placeholder(channels, 4), at(channels)),
-                scan=SelectiveScan(f32(), f32(), f32(), groups, dim, size),
-                norm=GatedRMSNorm(placeholder(inner), 1e-5, groups, gate_first=True),
+                scan=SelectiveScan(_slow(heads), f32(), f32(), groups, dim, size),
+                norm=GatedRMSNorm(placeholder(inner), SAMPLE_EPS, groups, gate_first=True),
                 o=Linear(placeholder(48, inner), at(48)),
+                heads=(groups, heads),
+                dims=(dim, size),
             )
             return _sample(label, op, sequences, (channels, 3), (heads, dim, size))
 
@@ -203,6 +214,11 @@ class ShortConv(Op, name="short_conv"):
             return _sample(label, op, sequences, (48, 2))
 
         return [sample("decode", DECODE, bias=False), sample("mixed", MIXED, bias=True)]
+
+
+def _slow(heads: int) -> Weight:
+    """Rates of decay for samples at which states last for some tokens."""
+    return Weight((), (heads,), torch.float32, make=lambda: torch.linspace(-4.0, -1.0, heads))
 
 
 def _sample(

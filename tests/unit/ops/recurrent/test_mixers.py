@@ -74,6 +74,8 @@ def test_gated_delta_net(cuts, grouped):
         GatedDeltaRule((groups, heads), (k_dim, v_dim)),
         GatedRMSNorm(module.norm.weight.data, module.norm.variance_epsilon),
         linear(module.out_proj),
+        (groups, heads),
+        (k_dim, v_dim),
         grouped,
     )
     matches(op, module, cuts, (2 * groups * k_dim + heads * v_dim, 3), (heads, k_dim, v_dim))
@@ -100,6 +102,8 @@ def test_mamba2(cuts, groups, bias):
         SelectiveScan(module.A_log.data, module.dt_bias.data, module.D.data, groups, dim, size),
         GatedRMSNorm(module.norm.weight.data, module.norm.variance_epsilon, groups, gate_first=True),
         linear(module.out_proj),
+        (groups, heads),
+        (dim, size),
     )
     matches(op, module, cuts, (heads * dim + 2 * groups * size, 3), (heads, dim, size))
 
