@@ -220,7 +220,8 @@ class GQABlock(Op, name="gqa_block"):
     """A grouped-query attention block: project, rotate, write the cache, attend, project back.
 
     `q, k, v = split(qkv(x)); q = enter(q, k, v); y = o(attend(q))`. `enter` applies the model's norms on q and k, if
-    any, rotates, and writes the cache. Sequences with few query tokens attend by `few`, the others by `many`.
+    any, rotates, and writes the cache. Sequences with few query tokens attend by `few`, the others by `many`. With
+    `output_gate` each head has a gate beside its query, and `y = o(attend(q) * sigmoid(gate))`.
 
     Args of the call:
         x: `[T, D]`. batch: the step. kv: the layer's cache, changed.
@@ -228,9 +229,10 @@ class GQABlock(Op, name="gqa_block"):
     Returns:
         `[T, D]` in the dtype of `x`.
 
-    Fields: `qkv` linear D -> (H + 2 G) d, rows q then k then v; `o` linear H d -> D; `heads` (H, G); `head_dim` d.
+    Fields: `qkv` linear D -> (H + 2 G) d, rows q then k then v; `o` linear H d -> D; `heads` (H, G); `head_dim` d;
+    `output_gate`: `qkv` then has (2 H + 2 G) d rows, the d of each head's gate after those of its query.
 
-    Source: GQA, arXiv 2305.13245; norms on q and k as in Qwen3, arXiv 2505.09388.
+    Source: GQA, arXiv 2305.13245; norms on q and k as in Qwen3, arXiv 2505.09388; gates, arXiv 2505.06708.
     """
 
     tolerance = BLOCK
@@ -244,12 +246,21 @@ class GQABlock(Op, name="gqa_block"):
     heads: tuple[int, int]
     head_dim: int
     reduce: AllReduce | None = None
+    output_gate: bool = extension(False)
 
     def __call__(self, x: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
         h, g = self.heads
-        q, k, v = self.qkv(x).view(x.shape[0], -1, self.head_dim).split((h, g, g), 1)
+        projected, gate = self.qkv(x).view(x.shape[0], -1, self.head_dim), None
+        if self.output_gate:
+            q, k, v = projected.split((2 * h, g, g), 1)
+            q, gate = q.unflatten(1, (h, 2)).unbind(2)
+        else:
+            q, k, v = projected.split((h, g, g), 1)
         q = self.enter(q, k, v, batch, kv)
-        y = self.o(each_range(batch, (q,), self.few, self.many, kv).flatten(1))
+        y = each_range(batch, (q,), self.few, self.many, kv)
+        if gate is not None:
+            y = (y.float() * gate.float().sigmoid()).to(y.dtype)
+        y = self.o(y.flatten(1))
         return y if self.reduce is None else self.reduce(y)
 
     def cost(self, load: Workload) -> Cost:
@@ -258,19 +269,20 @@ class GQABlock(Op, name="gqa_block"):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Decode, prefill and a mixture; with norms on q and k."""
+        """Decode, prefill and a mixture; with norms on q and k; with gates."""
         request = KVRequest("gqa", 2, 32, 32)
 
-        def block(norms: bool) -> GQABlock:
+        def block(norms: bool, *, gate: bool = False) -> GQABlock:
             norm = lambda: RMSNorm(placeholder(32), 1e-6) if norms else None  # noqa: E731
             return GQABlock(
-                qkv=Linear(placeholder((4 + 4) * 32, 64)),
+                qkv=Linear(placeholder((4 + 4 + 4 * gate) * 32, 64)),
                 o=Linear(placeholder(64, 128)),
                 enter=NormRopeWrite(Rope(rope_table(32)), KVWrite(request), norm(), norm()),
                 few=Attention(4, 32**-0.5, request, "few"),
                 many=Attention(4, 32**-0.5, request, "many"),
                 heads=(4, 2),
                 head_dim=32,
+                output_gate=gate,
             )
 
         def sample(label: str, op: GQABlock, sequences: Sequences, kind: StepKind) -> Sample:
@@ -281,4 +293,6 @@ class GQABlock(Op, name="gqa_block"):
             sample("prefill", block(False), [(33, 0), (20, 0)], "mixed"),
             sample("mixed", block(False), [(1, 100), (2, 47), (40, 0), (11, 60)], "mixed"),
             sample("qk_norm", block(True), [(1, 10), (17, 5)], "mixed"),
+            sample("gate_decode", block(True, gate=True), [(1, 9), (3, 70)], "decode"),
+            sample("gate_mixed", block(False, gate=True), [(1, 10), (17, 5)], "mixed"),
         ]
