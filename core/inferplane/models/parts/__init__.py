@@ -1,4 +1,4 @@
-"""Building blocks that several families share: attention blocks, mixtures of experts, the model around the layers."""
+"""Building blocks that several families share: attention, recurrent mixers, experts, the model around the layers."""
 
 from inferplane.models.parts.attention import (
     LATENT_EPS,
@@ -22,6 +22,7 @@ from inferplane.models.parts.layers import (
     norm_output_quant,
     plain_mlp,
 )
+from inferplane.models.parts.recurrent import gated_delta_net, mamba2, short_convolution
 from inferplane.models.parts.rotation import Rotation, head_size, rotate_all, rotate_some, rotation
 
 __all__ = [
@@ -38,11 +39,13 @@ __all__ = [
     "dense_mlp",
     "experts_per_token",
     "fine_grained_experts",
+    "gated_delta_net",
     "grouped_query_attention",
     "head_size",
     "input_weights",
     "latent_attention",
     "layer_windows",
+    "mamba2",
     "mixture_of_experts",
     "needs_stored_parts",
     "norm_output_quant",
@@ -50,5 +53,6 @@ __all__ = [
     "rotate_all",
     "rotate_some",
     "rotation",
+    "short_convolution",
     "sliding_window",
 ]

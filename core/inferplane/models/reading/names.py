@@ -25,6 +25,7 @@ _FUSED = re.compile(
     r"(.*\.)(?:mlp|block_sparse_moe)\.experts\.(gate_up_proj|down_proj)(?:\.weight)?(_scale_inv|_scale)?"
 )
 
+_CONVOLUTION = re.compile(r".*\.conv(?:1d)?\.weight")
 _GRANITE = re.compile(r"(.*\.)(block_sparse_moe|shared_mlp)\.(input|output)_linear\.weight")
 _GRANITE_PARTS = {"input": "gate_up_proj", "output": "down_proj"}
 
@@ -40,7 +41,8 @@ def canonical_names(entries: Mapping[str, Entry], config: Config) -> dict[str, E
     - Experts of a layer that are fused to one tensor, as transformers 5 keeps them (`experts.gate_up_proj`
       `[E, 2 I, H]`, `experts.down_proj` `[E, H, I]`), are single tensors; nothing is read for that. So are those that
       lie with inputs before outputs (`stacked_experts`).
-    - Biases of routers that are stored as one row are vectors.
+    - Biases of routers that are stored as one row are vectors; weights of depthwise convolutions, stored as
+      `[C, 1, k]`, are `[C, k]`.
     - Projections that are stored as one (`Spelling.is_fused`) are there as one and as parts; nothing is read for that.
     - Of a multimodal model only the tensors of the language model are there.
     - A head that is tied to an embedding which the files lack is the embedding.
@@ -66,6 +68,8 @@ def canonical_names(entries: Mapping[str, Entry], config: Config) -> dict[str, E
             found.update(_experts(fused, entry, expert_names))
         elif name.endswith("e_score_correction_bias") and len(entry.shape) == 2 and entry.shape[0] == 1:
             found[name] = replace(entry, shape=entry.shape[1:])
+        elif _CONVOLUTION.fullmatch(name) and len(entry.shape) == 3 and entry.shape[1] == 1:
+            found[name] = replace(entry, shape=(entry.shape[0], entry.shape[2]))
         else:
             found[name if block == "mlp" else name.replace(".mlp.", f".{block}.")] = entry
     if config.get(TEXT_PART_OF) is not None:

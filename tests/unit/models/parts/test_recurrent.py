@@ -1,0 +1,176 @@
+"""Mixers that parts build from a checkpoint of transformers, against its modules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from transformers import (
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+from inferplane.binding.link import link
+from inferplane.binding.load import load
+from inferplane.errors import CheckpointError, UnsupportedModelError
+from inferplane.models.build import Build
+from inferplane.models.parts import gated_delta_net, mamba2, short_convolution
+from inferplane.models.reading.checkpoint import SafetensorsFolder
+from inferplane.models.reading.config import Config
+from inferplane.models.reading.names import canonical_names
+from inferplane.ops import Draw
+from inferplane.ops.recurrent.ragged import draw_batch
+from inferplane.types import HOST, Placement
+from tests.unit.support.small import BF16, F32, plan
+
+SIZES = {"vocab_size": 64, "hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+DELTA = {
+    **SIZES,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "num_hidden_layers": 1,
+    "layer_types": ["linear_attention"],
+    "intermediate_size": 32,
+}
+MAMBA = {"heads": (2, 6), "dims": (16, 24), "kernel": 4, "eps": 1e-5, "dt_limits": (0.0, float("inf"))}
+
+
+def qwen3_next(folder):
+    config = Qwen3NextConfig(**DELTA, num_experts=2, num_experts_per_tok=1, mlp_only_layers=[0])
+    model = save(Qwen3NextForCausalLM(config), folder)
+    return model.model.layers[0].linear_attn, "linear_attn", partial(gated_delta_net, grouped=True)
+
+
+def qwen3_5(folder):
+    model = save(Qwen3_5ForCausalLM(Qwen3_5TextConfig(**DELTA)), folder)
+    return model.model.layers[0].linear_attn, "linear_attn", partial(gated_delta_net, grouped=False)
+
+
+def lfm2(folder, *, conv_bias=False):
+    config = Lfm2Config(**SIZES, num_hidden_layers=1, layer_types=["conv"], conv_bias=conv_bias, intermediate_size=32)
+    return save(Lfm2ForCausalLM(config), folder).model.layers[0].conv, "conv", short_convolution
+
+
+def nemotron_h(folder):
+    config = NemotronHConfig(
+        **SIZES,
+        layers_block_type=["linear_attention"],
+        n_groups=2,
+        mamba_num_heads=6,
+        mamba_head_dim=16,
+        ssm_state_size=24,
+        time_step_min=0.2,  # the least time step, which some tokens fall below
+        intermediate_size=32,
+    )
+    module = save(NemotronHForCausalLM(config), folder).model.layers[0].mixer
+    return module, "mixer", partial(mamba2, **{**MAMBA, "dt_limits": (0.2, float("inf"))}, conv_bias=True, bias=False)
+
+
+def falcon_h1(folder):
+    """Its form in which the gate comes before the norm, and no multiplier differs from 1."""
+    config = FalconH1Config(
+        **SIZES,
+        num_hidden_layers=1,
+        mamba_d_ssm=96,
+        mamba_n_groups=2,
+        mamba_n_heads=6,
+        mamba_d_head=16,
+        mamba_d_state=24,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+        mamba_proj_bias=True,
+        projectors_bias=True,
+        rms_norm_eps=1e-5,
+        intermediate_size=32,
+    )
+    module = save(FalconH1ForCausalLM(config), folder).model.layers[0].mamba
+    return module, "mamba", partial(mamba2, **MAMBA, conv_bias=True, bias=True)
+
+
+def save(model, folder):
+    """The model with random weights, whose rates of decay keep a state for some tokens."""
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in model.named_parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+        if name.endswith("norm.weight"):
+            parameter.data += 1
+    model.eval().save_pretrained(folder)
+    return model
+
+
+MIXERS = [qwen3_next, qwen3_5, lfm2, partial(lfm2, conv_bias=True), nemotron_h, falcon_h1]
+
+
+@pytest.mark.parametrize("make", MIXERS, ids=lambda make: getattr(make, "__name__", "lfm2_bias"))
+def test_mixers_of_a_checkpoint(make, tmp_path):
+    """A prompt as a whole, cut in the middle of a chunk, and in single tokens."""
+    module, part, builder = make(tmp_path)
+    build = Build(Config.read(tmp_path))
+    prefix = next(name for name, _ in module_names(tmp_path, build) if f".{part}." in name).split(f".{part}.")[0]
+    op = builder(build)(0, f"{prefix}.{part}")
+    source = SafetensorsFolder(tmp_path, partial(canonical_names, config=build.config))
+    p = plan(op, dtype=F32)
+    mixer = link(p, load(p, source, HOST).packed)["mixed"]
+    x = torch.randn(80, SIZES["hidden_size"], generator=torch.Generator().manual_seed(6))
+    with torch.no_grad():
+        want = module(x[None])[0]
+    channels, size = op.conv.weight.shape
+    for cuts in ([80], [33, 47], [1] * 80):
+        states = [torch.full((1, channels, size - 1), torch.nan)]
+        if part != "conv":
+            (_, heads), dims = op.heads, op.dims
+            states.append(torch.full((1, heads, *dims), torch.nan))
+        results, before = [], 0
+        for n in cuts:
+            y, *states = mixer(x[before : before + n], draw_batch(Draw(0, F32), [(n, before)]), *states)
+            results.append(y)
+            before += n
+        assert (torch.cat(results) - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def module_names(folder, build):
+    source = SafetensorsFolder(folder, partial(canonical_names, config=build.config))
+    return [(name, source.shape(name)) for name in source.names()]
+
+
+def test_weights_of_convolutions_have_no_empty_dimension(tmp_path):
+    qwen3_next(tmp_path)
+    shapes = dict(module_names(tmp_path, Build(Config.read(tmp_path))))
+    assert shapes["model.layers.0.linear_attn.conv1d.weight"] == (2 * 2 * 16 + 6 * 24, 4)
+
+
+def test_numbers_of_heads_stay_float32(tmp_path):
+    """Rates of decay are exponentials of them: their rounding to the plan's dtype would be seen."""
+    qwen3_5(tmp_path)
+    op = gated_delta_net(Build(Config.read(tmp_path)), grouped=False)(0, "model.layers.0.linear_attn")
+    p = plan(op, dtype=BF16)
+    source = SafetensorsFolder(tmp_path, partial(canonical_names, config=Config.read(tmp_path)))
+    assert {weight.dtype for _, weight in op.gates.weights()} == {F32} and load(p, source, HOST).packed
+
+
+def test_what_is_not_implemented_is_refused():
+    build = Build(Config({**DELTA, "linear_conv_kernel_dim": 4, "conv_L_cache": 3, "hidden_act": "silu"}))
+    assert gated_delta_net(build, grouped=True)(0, "x").heads == (2, 6)
+    two = replace(build, placement=Placement(tp_rank=0, tp_size=2))
+    for make in (partial(gated_delta_net, grouped=True), short_convolution, nemotron_parts):
+        with pytest.raises(UnsupportedModelError, match="2 ranks"):
+            make(two)
+    with pytest.raises(CheckpointError, match="cannot be shared equally"):
+        gated_delta_net(Build(Config({**build.config, "linear_num_value_heads": 5})), grouped=True)
+    with pytest.raises(CheckpointError, match="cannot be shared equally"):
+        mamba2(build, **{**MAMBA, "heads": (4, 6)}, conv_bias=True, bias=False)
+
+
+nemotron_parts = partial(mamba2, **MAMBA, conv_bias=True, bias=False)
