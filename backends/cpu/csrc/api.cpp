@@ -89,9 +89,9 @@ const KernelTable &kernels() { return *supported_isas().current; }
 extern "C" {
 
 const int32_t *ip_struct_bytes(void) {
-  static const int32_t bytes[] = {sizeof(ip_matrix),  sizeof(ip_cache), sizeof(ip_batch),    sizeof(ip_latent),
-                                  sizeof(ip_experts), sizeof(ip_layer), sizeof(ip_sampling), sizeof(ip_step),
-                                  sizeof(ip_model),   sizeof(ip_model_io)};
+  static const int32_t bytes[] = {sizeof(ip_matrix),  sizeof(ip_cache), sizeof(ip_batch), sizeof(ip_norm),
+                                  sizeof(ip_latent),  sizeof(ip_experts), sizeof(ip_layer), sizeof(ip_sampling),
+                                  sizeof(ip_step),    sizeof(ip_model), sizeof(ip_model_io)};
   return bytes;
 }
 
@@ -141,13 +141,13 @@ void ip_gather_rows(const ip_matrix *w, const int64_t *ids, int64_t count, ip_bf
   kernels().gather_rows(w, ids, count, out);
 }
 
-void ip_rms_norm(const ip_bf16 *x, int64_t ldx, const ip_bf16 *r, const ip_bf16 *weight, float eps, int64_t m,
-                 int64_t d, ip_bf16 *s, ip_bf16 *y) {
-  kernels().rms_norm(x, ldx, r, weight, eps, m, d, s, y);
+void ip_rms_norm(const ip_bf16 *x, int64_t ldx, const ip_bf16 *r, const ip_norm *norm, int64_t m, int64_t d, ip_bf16 *s,
+                 ip_bf16 *y) {
+  kernels().rms_norm(x, ldx, r, norm, m, d, s, y);
 }
 
-void ip_silu_mul(const ip_bf16 *x, int64_t ldx, int64_t m, int64_t d, ip_bf16 *y) {
-  kernels().silu_mul(x, ldx, m, d, y);
+void ip_activation_mul(const ip_bf16 *x, int64_t ldx, int64_t m, int64_t d, int activation, ip_bf16 *y) {
+  kernels().activation_mul(x, ldx, m, d, activation, y);
 }
 
 void ip_rope(const ip_bf16 *x, int64_t row_stride, int64_t head_stride, const float *table, const int64_t *positions,

@@ -29,6 +29,9 @@ enum ip_kind {
   IP_KINDS = 6,  // how many kinds there are
 };
 
+// Activation functions: x / (1 + exp(-x)), GELU by the error function and by tanh, max(x, 0)^2.
+enum ip_activation { IP_SILU = 0, IP_GELU = 1, IP_GELU_TANH = 2, IP_RELU2 = 3 };
+
 // A weight [n, k].
 typedef struct {
   int32_t kind;
@@ -60,14 +63,19 @@ typedef struct {
   int64_t sequences, table_width;
 } ip_batch;
 
+// An RMS norm: y = x / sqrt(mean(x^2) + eps) * (weight + offset). weight null: there is no norm.
+typedef struct {
+  const ip_bf16 *weight;
+  float eps, offset;
+} ip_norm;
+
 // Latent attention, as in DeepSeek-V2. Queries are q_b norm(q_a x), or q_b x if q_a.n is 0; a head of them is [nope |
 // rope] entries. A head of kv_b is [nope | value] rows of `latent` columns. The cache keeps [norm(latent) | rotated
 // rope] per token.
 typedef struct {
   ip_matrix q_a, q_b, kv_a, kv_b;  // kv_b: bf16 without gaps between rows, FP8, INT8 or INT4
-  const ip_bf16 *q_a_norm, *kv_a_norm;
+  ip_norm q_a_norm, kv_a_norm;
   int64_t nope, rope, value, latent;
-  float q_a_eps, kv_a_eps;
 } ip_latent;
 
 // Routed experts: a router, how it chooses `top` of the experts, and one matrix per expert.
@@ -84,18 +92,21 @@ typedef struct {
 } ip_experts;
 
 // A decoder layer: pre-norm; grouped-query or latent attention; then a gated MLP, experts, or both, whose results are
-// added. Rows of qkv are q, then k, then v; rows of gate_up are gate, then up.
+// added. Rows of qkv are q, then k, then v; rows of gate_up are gate, then up. There may be norms after attention and
+// after the MLP, before their results are added.
 typedef struct {
   ip_matrix qkv, o, gate_up, down;
-  const ip_bf16 *attn_norm, *mlp_norm, *q_norm, *k_norm;  // the last two may be null
+  ip_norm attn_norm, attn_after, mlp_norm, mlp_after;  // *_after may be none
+  ip_norm q_norm, k_norm;  // may be none
   const float *rope;  // [positions, 2, head_dim / 2]: cosines, sines
   int64_t heads, kv_heads, head_dim;
   int64_t window;  // keys that a token sees, itself included; 0: all
-  float attn_eps, mlp_eps, q_eps, k_eps, scale;
+  float scale;
   int32_t interleaved;  // rotary pairs are neighbours, else half a head apart
   // With many tokens, quantized weights and attention's weights may be rounded to bf16, which is faster; then a row's
   // result depends on how many rows come with it.
   int32_t rounded;
+  int32_t activation;  // of the gated MLP that all tokens take; experts have IP_SILU
   const ip_latent *latent;  // or null: grouped queries. If set, kv_heads is 1, and qkv, q_norm and k_norm are not read
   const ip_experts *routed;  // or null: no experts. If set, gate_up and down are the shared experts; gate_up.n 0: none
 } ip_layer;
@@ -123,8 +134,7 @@ typedef struct {
   const ip_layer *const *layers;
   int64_t count;
   ip_matrix embed, head;  // equal if the model ties them
-  const ip_bf16 *norm;
-  float eps;
+  ip_norm norm;
 } ip_model;
 
 // Inputs and outputs of a model's step.
@@ -137,13 +147,13 @@ typedef struct {
   ip_bf16 *hidden;  // out: [tokens, width], the results of the last norm
 } ip_model_io;
 
-// Sizes in bytes of the structs matrix, cache, batch, latent, experts, layer, sampling, step, model, model_io, in this
-// order, so that a caller can check that it declares the same ones. The array is static.
+// Sizes in bytes of the structs matrix, cache, batch, norm, latent, experts, layer, sampling, step, model, model_io, in
+// this order, so that a caller can check that it declares the same ones. The array is static.
 const int32_t *ip_struct_bytes(void);
 // IP_KINDS of the library, for the same purpose.
 int ip_num_kinds(void);
 // Number of the functions' signatures, which grows with every change of one: a caller of another number must not call.
-#define IP_SIGNATURES 2
+#define IP_SIGNATURES 3
 int ip_signatures(void);
 
 // -- instruction sets and threads
@@ -181,12 +191,12 @@ void ip_pack_weight(const ip_matrix *w, const int8_t *values, uint8_t *out);
 
 // -- row by row
 
-// s = x + r; y = s / rms(s) * weight, for m rows of d entries: rows of x are ldx apart, r, s and y are dense. r may be
+// s = x + r; y = norm(s), for m rows of d entries: rows of x are ldx apart, r, s and y are dense. r may be
 // null (s is x), and then s may be null too.
-void ip_rms_norm(const ip_bf16 *x, int64_t ldx, const ip_bf16 *r, const ip_bf16 *weight, float eps, int64_t m,
-                 int64_t d, ip_bf16 *s, ip_bf16 *y);
-// y[m, d] = silu(x[:, :d]) * x[:, d:]; rows of x are ldx apart, y is dense.
-void ip_silu_mul(const ip_bf16 *x, int64_t ldx, int64_t m, int64_t d, ip_bf16 *y);
+void ip_rms_norm(const ip_bf16 *x, int64_t ldx, const ip_bf16 *r, const ip_norm *norm, int64_t m, int64_t d, ip_bf16 *s,
+                 ip_bf16 *y);
+// y[m, d] = f(x[:, :d]) * x[:, d:], f one of ip_activation; rows of x are ldx apart, y is dense.
+void ip_activation_mul(const ip_bf16 *x, int64_t ldx, int64_t m, int64_t d, int activation, ip_bf16 *y);
 // y[m, heads, dim], dense, = x with each head rotated by its row's position, positions[i]; table: [positions, 2, dim /
 // 2], cosines then sines. `interleaved`: entries 2c and 2c + 1 are a pair; 0: c and c + dim / 2.
 void ip_rope(const ip_bf16 *x, int64_t row_stride, int64_t head_stride, const float *table, const int64_t *positions,

@@ -70,15 +70,15 @@ void gather_rows_entry(const ip_matrix *w, const int64_t *ids, int64_t count, bf
   });
 }
 
-// `ip_rms_norm`: s = x + r, y = s / rms(s) * weight, for m rows of d entries.
-void rms_norm_entry(const bf16 *x, int64_t ldx, const bf16 *r, const bf16 *weight, float eps, int64_t m, int64_t d,
-                    bf16 *s, bf16 *y) {
-  run_on_team(m * d / 4, [&](Team &team) { rms_norm(team, x, ldx, r, weight, eps, m, d, s, y); });
+// `ip_rms_norm`: s = x + r, y = norm(s), for m rows of d entries.
+void rms_norm_entry(const bf16 *x, int64_t ldx, const bf16 *r, const ip_norm *norm, int64_t m, int64_t d, bf16 *s,
+                    bf16 *y) {
+  run_on_team(m * d / 4, [&](Team &team) { rms_norm(team, {}, x, ldx, r, *norm, m, d, s, y); });
 }
 
-// `ip_silu_mul`: y [m, d] = silu(x[:, :d]) * x[:, d:].
-void silu_mul_entry(const bf16 *x, int64_t ldx, int64_t m, int64_t d, bf16 *y) {
-  run_on_team(m * d / 2, [&](Team &team) { silu_mul(team, x, ldx, m, d, y); });
+// `ip_activation_mul`: y [m, d] = f(x[:, :d]) * x[:, d:].
+void activation_mul_entry(const bf16 *x, int64_t ldx, int64_t m, int64_t d, int activation, bf16 *y) {
+  run_on_team(m * d / 2, [&](Team &team) { activation_mul(team, x, ldx, m, d, activation, y); });
 }
 
 // `ip_rope`: y [m, heads, dim] = x with each head rotated by its row's position.
@@ -263,7 +263,7 @@ int model_step_entry(const ip_model *model, const ip_cache *caches, const ip_ste
     team.barrier();
     timer.end_phase(kEmbed);
     const bf16 *residual = sequence.run(team, x, nullptr, out, nullptr, timer);
-    NormResult last = add_norm(team, out, residual, model->norm, model->eps, m, width, nullptr, nullptr, kNormedRows);
+    NormResult last = add_norm(team, {}, out, residual, model->norm, m, width, nullptr, nullptr, kNormedRows);
     if (team.id == 0) memcpy(io->hidden, last.y, (size_t)(m * width) * sizeof(bf16));
     timer.end_phase(kNorm);
     multiply(
@@ -315,6 +315,6 @@ int64_t read_memory_entry(const void *data, int64_t bytes) {
 
 extern const KernelTable ISA_TABLE = {
     ISA_NAME,         linear_entry,   linear_prefill_entry, dequantize_rows_entry, gather_rows_entry,
-    rms_norm_entry,   silu_mul_entry, rope_entry,           attention_entry,       attention_prefill_entry,
+    rms_norm_entry,   activation_mul_entry, rope_entry,     attention_entry,       attention_prefill_entry,
     mla_entry,        moe_entry,      route_experts_entry,  decoder_layer_entry,   decoder_layers_entry,
     model_step_entry, sample_entry,   read_memory_entry};

@@ -30,6 +30,8 @@ FASTER_THAN_ONEDNN = ("avx2", "amx")
 """Instruction sets whose products with many rows are faster than oneDNN's, which has none in bf16 on AVX2."""
 KINDS = BF16, INT8, INT4, FP8, W8A8, BF16_REORDERABLE = range(6)
 """Kinds of `Matrix`, as in csrc/inferplane_cpu.h."""
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
+"""Activation functions (`ip_activation`) by the names of op `activation_mul`."""
 
 
 def _of(kind: Any, *names: str) -> list[tuple[str, Any]]:
@@ -65,14 +67,19 @@ class RaggedBatch(Structure):
     _fields_ = [*_of(c_void_p, "start", "lens", "tables"), *_of(c_int64, "sequences", "table_width")]
 
 
+class Norm(Structure):
+    """`ip_norm`: an RMS norm; without a weight, none."""
+
+    _fields_ = [("weight", c_void_p), *_of(c_float, "eps", "offset")]
+
+
 class Latent(Structure):
     """`ip_latent`: weights and sizes of latent attention."""
 
     _fields_ = [
         *_of(Matrix, "q_a", "q_b", "kv_a", "kv_b"),
-        *_of(c_void_p, "q_a_norm", "kv_a_norm"),
+        *_of(Norm, "q_a_norm", "kv_a_norm"),
         *_of(c_int64, "nope", "rope", "value", "latent"),
-        *_of(c_float, "q_a_eps", "kv_a_eps"),
     ]
 
 
@@ -94,10 +101,11 @@ class Layer(Structure):
     memory: list[Any]
     _fields_ = [
         *_of(Matrix, "qkv", "o", "gate_up", "down"),
-        *_of(c_void_p, "attn_norm", "mlp_norm", "q_norm", "k_norm", "rope"),
+        *_of(Norm, "attn_norm", "attn_after", "mlp_norm", "mlp_after", "q_norm", "k_norm"),
+        ("rope", c_void_p),
         *_of(c_int64, "heads", "kv_heads", "head_dim", "window"),
-        *_of(c_float, "attn_eps", "mlp_eps", "q_eps", "k_eps", "scale"),
-        *_of(c_int32, "interleaved", "rounded"),
+        ("scale", c_float),
+        *_of(c_int32, "interleaved", "rounded", "activation"),
         *_of(c_void_p, "latent", "routed"),
     ]
 
@@ -131,8 +139,7 @@ class Model(Structure):
         ("layers", c_void_p),
         ("count", c_int64),
         *_of(Matrix, "embed", "head"),
-        ("norm", c_void_p),
-        ("eps", c_float),
+        ("norm", Norm),
     ]
 
 
@@ -146,7 +153,7 @@ class ModelIO(Structure):
     ]
 
 
-_STRUCTS = (Matrix, Cache, RaggedBatch, Latent, Experts, Layer, Sampling, Step, Model, ModelIO)
+_STRUCTS = (Matrix, Cache, RaggedBatch, Norm, Latent, Experts, Layer, Sampling, Step, Model, ModelIO)
 """In the order of `ip_struct_bytes`."""
 _P, _I = c_void_p, c_int64
 _MATRIX, _CACHE, _BATCH, _STEP = POINTER(Matrix), POINTER(Cache), POINTER(RaggedBatch), POINTER(Step)
@@ -159,7 +166,7 @@ def _init_thread() -> None:
     torch.get_num_threads()
 
 
-SIGNATURES = 2
+SIGNATURES = 3
 """IP_SIGNATURES of the library that is called here: it grows with every change of a function's arguments."""
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_select_isa": (c_int, c_char_p),
@@ -176,8 +183,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_gather_rows": (None, _MATRIX, _P, _I, _P),
     "ip_packed_bytes": (_I, _MATRIX),
     "ip_pack_weight": (None, _MATRIX, _P, _P),
-    "ip_rms_norm": (None, _P, _I, _P, _P, c_float, _I, _I, _P, _P),
-    "ip_silu_mul": (None, _P, _I, _I, _I, _P),
+    "ip_rms_norm": (None, _P, _I, _P, POINTER(Norm), _I, _I, _P, _P),
+    "ip_activation_mul": (None, _P, _I, _I, _I, c_int, _P),
     "ip_rope": (None, _P, _I, _I, _P, _P, _I, _I, _I, c_int, _P),
     "ip_attention": (None, _P, _BATCH, _CACHE, _I, _I, _I, _I, c_float, _I, _P, c_float, _P),
     "ip_attention_prefill": (c_int, _P, _BATCH, _CACHE, _I, _I, _I, _I, c_float, _I, _P, c_float, _P),

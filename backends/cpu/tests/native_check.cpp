@@ -144,9 +144,10 @@ void row_by_row() {
   for (int64_t d : {1, 7, 16, 90, 257}) {
     int64_t m = 5;
     Bf16 x(m * d), r(m * d), weight(d), s(m * d), y(m * d), wide(m * 2 * d);
-    ip_rms_norm(x, d, nullptr, weight, 1e-6f, m, d, nullptr, y);
-    ip_rms_norm(x, d, r, weight, 1e-6f, m, d, s, y);
-    ip_silu_mul(wide, 2 * d, m, d, y);
+    ip_norm norm = {weight, 1e-6f, 1};
+    ip_rms_norm(x, d, nullptr, &norm, m, d, nullptr, y);
+    ip_rms_norm(x, d, r, &norm, m, d, s, y);
+    for (int function : {IP_SILU, IP_GELU, IP_GELU_TANH, IP_RELU2}) ip_activation_mul(wide, 2 * d, m, d, function, y);
   }
   for (int64_t dim : {2, 22, 64}) {
     Bf16 x(3 * 4 * dim), y(3 * 4 * dim);
@@ -286,15 +287,19 @@ void layers(bool coded) {
       int64_t width = kind[0] == IP_BF16_REORDERABLE ? 530 : 70, heads = 4, kv = 2, dim = many > 8 ? 32 : 22, inner = 48, slots = 120 * 16;
       Stored qkv = weight(kind[0], kind[1], (heads + 2 * kv) * dim, width), o = weight(kind[0], kind[1], width, heads * dim);
       Stored gate_up = weight(kind[0], kind[1], 2 * inner, width), down = weight(kind[0], kind[1], width, inner);
-      Bf16 n1(width), n2(width), qn(dim), kn(dim);
+      Bf16 n1(width), n2(width), n3(width), n4(width), qn(dim), kn(dim);
       Cache held(coded, slots, kv, dim, dim, kv);
       Array<float> rope(700 * dim);
-      ip_layer layer = {qkv.m, o.m,   gate_up.m, down.m, n1, n2, qn, kn,
-                        rope,  heads, kv,        dim,    0,  1e-6f, 1e-6f, 1e-6f, 1e-6f, 0.2f, 0, many > 8};
+      ip_layer layer = {qkv.m, o.m, gate_up.m, down.m};
+      layer.attn_norm = {n1, 1e-6f, 0}, layer.mlp_norm = {n2, 1e-6f, 0}, layer.q_norm = {qn, 1e-6f, 0};
+      layer.k_norm = {kn, 1e-6f, 0}, layer.rope = rope, layer.heads = heads, layer.kv_heads = kv;
+      layer.head_dim = dim, layer.scale = 0.2f, layer.rounded = many > 8;
       Step s(many, 300);
       ip_step step = {s.batch, held.c, s.positions, s.slots, s.tokens};
       Bf16 x(s.tokens * width), r(s.tokens * width), y(s.tokens * width), sum(s.tokens * width);
       ip_decoder_layer(&layer, &step, x, nullptr, y, sum);
+      ip_decoder_layer(&layer, &step, x, r, y, sum);
+      layer.attn_after = {n3, 1e-6f, 1}, layer.mlp_after = {n4, 1e-6f, 1}, layer.activation = IP_GELU_TANH;
       ip_decoder_layer(&layer, &step, x, r, y, sum);
     }
 }
@@ -319,13 +324,14 @@ void latent_layers(bool coded) {
       Bf16 n1(width), n2(width), n3(low), n4(latent);
       Cache cached(coded, slots, 1, latent + rope, 0, 3), more(coded, slots, 1, latent + rope, 0, 3);
       Array<float> table(700 * rope), bias(8);
-      ip_latent lower = {q_a.m, q_b.m, kv_a.m, kv_b.m, n3, n4, nope, rope, value, latent, 1e-6f, 1e-6f};
+      ip_latent lower = {q_a.m, q_b.m, kv_a.m, kv_b.m, {n3, 1e-6f, 0}, {n4, 1e-6f, 0}, nope, rope, value, latent};
       ip_experts routed = {router.m, bias, ups.data(), backs.data(), 8, 3, 4, 2, 2.5f, 1, 1, 1};
       Array<float> logits(5 * 8), shares(5 * 3);
       Array<int64_t> ids(5 * 3);
       ip_route_experts(&routed, logits, 5, ids, shares);
-      ip_layer dense = {{}, o.m, gate_up.m, down.m, n1, n2, nullptr, nullptr, table, heads, 1, 0, 0, 1e-6f, 1e-6f, 0, 0,
-                        0.2f, 1, 0, &lower, nullptr};
+      ip_layer dense = {{}, o.m, gate_up.m, down.m};
+      dense.attn_norm = {n1, 1e-6f, 0}, dense.mlp_norm = {n2, 1e-6f, 0}, dense.rope = table, dense.heads = heads;
+      dense.kv_heads = 1, dense.scale = 0.2f, dense.interleaved = 1, dense.latent = &lower;
       ip_layer sparse = dense, alone;
       sparse.routed = &routed;
       alone = sparse;

@@ -12,7 +12,7 @@ from inferplane.ops.attention import GQABlock
 from inferplane.ops.basic import AddRMSNorm, Embedding, RMSNorm
 from inferplane.ops.collective import AllGather
 from inferplane.ops.draw import Draw
-from inferplane.ops.forms.layers import NormBefore, ParallelLayer, ResidualLayer
+from inferplane.ops.forms.layers import NormBefore, ParallelLayer, ResidualLayer, quantize_layer
 from inferplane.ops.forms.scaled import ScaledEmbedding, ScaledHead
 from inferplane.ops.linear import GatedMLP, Linear, LMHead
 from inferplane.ops.mla import MLABlock
@@ -91,27 +91,8 @@ class DecoderLayer(Op, name="decoder_layer"):
             ("mla_mlp_decode", "int8_group", "mla_mlp_int8"),
         ):
             sample = by_label[like]
-            out.append(replace(sample, label=label, op=_quantize_layer(sample.op, format)))
+            out.append(replace(sample, label=label, op=quantize_layer(sample.op, format)))
         return out
-
-
-def _quantize_layer(layer: Any, format: str) -> DecoderLayer:
-    """A sample's layer with its linear layers in another format; both forms of latent attention still share kv_b."""
-
-    def linears(op: Any, *names: str) -> Any:
-        found = {name: getattr(op, name) for name in names}
-        return replace(
-            op, **{name: replace(x, weight=replace(x.weight, format=format)) for name, x in found.items() if x}
-        )
-
-    attn = layer.attn
-    if isinstance(attn, MLABlock):
-        expanded = linears(attn.expanded, "kv_b")
-        absorbed = replace(attn.absorbed, kv_b=expanded.kv_b.weight)
-        attn = replace(linears(attn, "q_a", "q_b", "kv_a", "o"), expanded=expanded, absorbed=absorbed)
-    else:
-        attn = linears(attn, "qkv", "o")
-    return replace(layer, attn=attn, mlp=linears(layer.mlp, "gate_up", "down"))
 
 
 AnyLayer = DecoderLayer | ResidualLayer | ParallelLayer

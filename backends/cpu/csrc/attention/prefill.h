@@ -4,7 +4,8 @@
 //
 // Both choices define the same names, so that the layers (model/prefill_layer.h) and isa_entries.h are written once:
 // `ActivationPanels`, `reserve_panels`, `fill_panel`, `fill_panels`, `num_panels`: activations laid out for a product;
-// `gemm_to_rows`: y = x w^T + bias; `gemm_silu_mul`: silu(gate) * up, laid out for the next product; `attend_prefill`.
+// `gemm_to_rows`: y = x w^T + bias; `gemm_activation_mul`: f(gate) * up, laid out for the next product;
+// `attend_prefill`.
 #pragma once
 
 #if defined(__AVX512BF16__)

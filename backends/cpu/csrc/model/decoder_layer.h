@@ -26,9 +26,10 @@ struct LayerBuffers {
   MoeArgs moe;  // the experts' buffers
 };
 
-// out [m, w.n / 2], dense, = silu(x gate^T) * (x up^T) for m dense rows of x, both products rounded to bf16 first; rows
-// of w are gate, then up, each a multiple of 16. Every thread of the team calls it; complete after the next `barrier`.
-inline void gate_up_silu_mul(Team &team, const ip_matrix &w, const bf16 *x, int64_t m, bf16 *out) {
+// out [m, w.n / 2], dense, = f(x gate^T) * (x up^T) for m dense rows of x, both products rounded to bf16 first, f one
+// of ip_activation; rows of w are gate, then up, each a multiple of 16. Every thread of the team calls it; complete
+// after the next `barrier`.
+inline void gate_up_activation_mul(Team &team, const ip_matrix &w, const bf16 *x, int64_t m, int32_t f, bf16 *out) {
   bool row_by_row = streams_row_by_row(w, m);
   int64_t inner = w.n / 2, width = w.k, chunk = gated_rows_per_chunk(w, row_by_row, inner, 1, team.count);
   for (int64_t i0 = 0; i0 < m; i0 += kMaxRowsAtOnce) {
@@ -46,7 +47,7 @@ inline void gate_up_silu_mul(Team &team, const ip_matrix &w, const bf16 *x, int6
           for (int64_t c = 0; c < n; c += kRegisterLanes) {
             Floats a = round_to_bf16(load<Floats>(gate + i * chunk + c)),
                    b = round_to_bf16(load<Floats>(up + i * chunk + c));
-            store_floats(out + (i0 + i) * inner + j + c, silu(a) * b);
+            store_floats(out + (i0 + i) * inner + j + c, activate(a, f) * b);
           }
       }
     });
@@ -63,11 +64,11 @@ inline void rope_and_cache_head(const ip_layer &layer, const ip_step &step, cons
   const float *table = layer.rope + step.positions[t] * d;
   bf16 *head_buffer = workspace(kOneHead)->reserve<bf16>(d);
   if (h < layer.heads) {
-    norm_and_rope(from, layer.q_norm, layer.q_eps, table, d, layer.interleaved, head_buffer,
+    norm_and_rope(from, layer.q_norm, table, d, layer.interleaved, head_buffer,
                   q + (t * layer.heads + h) * d);
   } else if (slot >= 0 && h < layer.heads + layer.kv_heads) {
     bf16 *rotated = workspace(kEntriesInBf16)->reserve<bf16>(d);
-    norm_and_rope(from, layer.k_norm, layer.k_eps, table, d, layer.interleaved, head_buffer, rotated);
+    norm_and_rope(from, layer.k_norm, table, d, layer.interleaved, head_buffer, rotated);
     write_entries(key_entries(cache, layer.kv_heads * d), slot, (h - layer.heads) * d, rotated, d);
   } else if (slot >= 0) {
     write_entries(value_entries(cache, layer.kv_heads * d), slot, (h - layer.heads - layer.kv_heads) * d, from, d);
@@ -113,21 +114,28 @@ inline void rope_cache_and_attend(Team &team, const ip_layer &layer, const ip_st
 struct NormResult {
   const bf16 *y, *s;
 };
-// s = x + r (r null: s is x), y = norm(s), for m dense rows of d entries; returns where y and s are. At most
-// kMaxDecodeRows rows: each thread computes all of them for itself, in its workspace `norm_slot`, and `s` and `y` are
-// not written. More rows: the team shares them and writes `s` (if r is not null) and `y`, and waits at a barrier. Every
-// thread of the team calls it; the result is complete for this thread on return.
-inline NormResult add_norm(Team &team, const bf16 *x, const bf16 *r, const bf16 *weight, float eps, int64_t m,
-                           int64_t d, bf16 *s, bf16 *y, int norm_slot) {
+// s = after(x) + r (r null: s is x; no norm `after`: x + r), y = norm(s), for m dense rows of d entries; returns where
+// y and s are. At most kMaxDecodeRows rows: each thread computes all of them for itself, in its workspace `norm_slot`,
+// and `s` and `y` are not written. More rows: the team shares them and writes `s` (if r is not null) and `y`, and waits
+// at a barrier. Every thread of the team calls it; the result is complete for this thread on return.
+inline NormResult add_norm(Team &team, const ip_norm &after, const bf16 *x, const bf16 *r, const ip_norm &norm,
+                           int64_t m, int64_t d, bf16 *s, bf16 *y, int norm_slot) {
   if (m > kMaxDecodeRows) {
-    rms_norm(team, x, d, r, weight, eps, m, d, r ? s : nullptr, y);
+    rms_norm(team, after, x, d, r, norm, m, d, r ? s : nullptr, y);
     team.barrier();
     return {y, r ? s : x};
   }
   bf16 *mine = workspace(norm_slot)->reserve<bf16>(2 * m * d);
   for (int64_t i = 0; i < m; i++)
-    rms_norm_row(x + i * d, r ? r + i * d : nullptr, weight, eps, d, r ? mine + (m + i) * d : nullptr, mine + i * d);
+    rms_norm_row_after(after, x + i * d, r ? r + i * d : nullptr, norm, d, r ? mine + (m + i) * d : nullptr,
+                       mine + i * d);
   return {mine, r ? mine + m * d : x};
+}
+
+// x = norm(x), for m dense rows of d entries that are complete; every thread of the team calls it, complete on return.
+inline void norm_in_place(Team &team, const ip_norm &norm, bf16 *x, int64_t m, int64_t d) {
+  rms_norm(team, {}, x, d, nullptr, norm, m, d, nullptr, x);
+  team.barrier();
 }
 
 // Latent attention, from the normed x [tokens, width] to buffers.mixed [tokens, heads, value]: projections, norms,
@@ -146,11 +154,11 @@ inline void attend_latents(Team &team, const ip_layer &layer, const ip_step &ste
   team.for_each_chunk(m, 1, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++) {
       if (q_rank)
-        rms_norm_row(buffers.q_latent + i * q_rank, nullptr, t.q_a_norm, t.q_a_eps, q_rank, nullptr,
+        rms_norm_row(buffers.q_latent + i * q_rank, nullptr, t.q_a_norm, q_rank, nullptr,
                      buffers.mlp_input + i * q_rank);
       if (step.slots[i] < 0) continue;
       bf16 *entries = workspace(kEntriesInBf16)->reserve<bf16>(all);
-      rms_norm_row(buffers.qkv + i * all, nullptr, t.kv_a_norm, t.kv_a_eps, t.latent, nullptr, entries);
+      rms_norm_row(buffers.qkv + i * all, nullptr, t.kv_a_norm, t.latent, nullptr, entries);
       rope_head(buffers.qkv + i * all + t.latent, layer.rope + step.positions[i] * t.rope, t.rope, layer.interleaved,
                 entries + t.latent);
       write_entries(key_entries(cache, all), step.slots[i], 0, entries, all);
@@ -185,7 +193,7 @@ inline void run_experts(Team &team, const ip_layer &layer, int64_t m, const bf16
   int64_t width = layer.o.n;
   bool shared = layer.gate_up.n > 0;
   linear(team, r.router, x, width, m, buffers.logits, r.experts, 1);
-  if (shared) gate_up_silu_mul(team, layer.gate_up, x, m, buffers.mlp_hidden);
+  if (shared) gate_up_activation_mul(team, layer.gate_up, x, m, layer.activation, buffers.mlp_hidden);
   team.barrier();
   MoeArgs moe = buffers.moe;
   moe.gate_up = r.gate_up, moe.down = r.down, moe.experts = r.experts, moe.tokens = m, moe.top = r.top;
@@ -219,7 +227,7 @@ inline const bf16 *decoder_layer(Team &team, const ip_layer &layer, const ip_ste
                                  const LayerBuffers &buffers, const AttentionArgs &args, const AttentionPlan &plan,
                                  PhaseTimer &phases) {
   int64_t m = step.tokens, width = layer.o.n;
-  NormResult first = add_norm(team, x, residual, layer.attn_norm, layer.attn_eps, m, width, buffers.attn_residual,
+  NormResult first = add_norm(team, {}, x, residual, layer.attn_norm, m, width, buffers.attn_residual,
                               buffers.attn_input, kNormedRows);
   phases.end_phase(kAttnNorm);
   if (layer.latent) {
@@ -235,7 +243,7 @@ inline const bf16 *decoder_layer(Team &team, const ip_layer &layer, const ip_ste
   linear(team, layer.o, buffers.mixed, layer.o.k, m, buffers.attn_output, width, 0);
   team.barrier();
   phases.end_phase(kOut);
-  NormResult second = add_norm(team, buffers.attn_output, first.s, layer.mlp_norm, layer.mlp_eps, m, width,
+  NormResult second = add_norm(team, layer.attn_after, buffers.attn_output, first.s, layer.mlp_norm, m, width,
                                out_residual, buffers.mlp_input, kSecondNormedRows);
   if (m <= kMaxDecodeRows && out_residual && team.id == 0)
     memcpy(out_residual, second.s, (size_t)(m * width) * sizeof(bf16));
@@ -243,12 +251,13 @@ inline const bf16 *decoder_layer(Team &team, const ip_layer &layer, const ip_ste
   if (layer.routed) {
     run_experts(team, layer, m, second.y, buffers, out, phases);
   } else {
-    gate_up_silu_mul(team, layer.gate_up, second.y, m, buffers.mlp_hidden);
+    gate_up_activation_mul(team, layer.gate_up, second.y, m, layer.activation, buffers.mlp_hidden);
     team.barrier();
     phases.end_phase(kMlp);
     linear(team, layer.down, buffers.mlp_hidden, layer.down.k, m, out, width, 0);
   }
   team.barrier();
+  if (layer.mlp_after.weight) norm_in_place(team, layer.mlp_after, out, m, width);
   phases.end_phase(kDown);
   return second.s;
 }

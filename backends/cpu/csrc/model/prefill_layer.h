@@ -13,16 +13,17 @@ struct PrefillBuffers {
   PrefillPlan plan;
 };
 
-// s = x + r (r null: s is x) and norm(s) as panels `to`, for the to.m dense rows of d entries, sixteen rows at a time.
-// s is not written if it is null. Every thread of the team calls it; complete after the next `barrier`.
-inline void norm_panels(Team &team, const ActivationPanels &to, const bf16 *x, const bf16 *r, const bf16 *weight,
-                        float eps, int64_t d, bf16 *s) {
+// s = after(x) + r (r null: s is x; no norm `after`: x + r) and norm(s) as panels `to`, for the to.m dense rows of d
+// entries, sixteen rows at a time. s is not written if it is null. Every thread of the team calls it; complete after
+// the next `barrier`.
+inline void norm_panels(Team &team, const ActivationPanels &to, const ip_norm &after, const bf16 *x, const bf16 *r,
+                        const ip_norm &norm, int64_t d, bf16 *s) {
   team.for_each_chunk(num_panels(to), 1, [&](int64_t first, int64_t last) {
     bf16 *y = workspace(kNormedRows)->reserve<bf16>(kPanelRows * d);
     for (int64_t p = first; p < last; p++) {
       for (int64_t i = p * kPanelRows; i < min64(to.m, (p + 1) * kPanelRows); i++)
-        rms_norm_row(x + i * d, r ? r + i * d : nullptr, weight, eps, d, s ? s + i * d : nullptr,
-                     y + i % kPanelRows * d);
+        rms_norm_row_after(after, x + i * d, r ? r + i * d : nullptr, norm, d, s ? s + i * d : nullptr,
+                           y + i % kPanelRows * d);
       fill_panel(to, p, d, [&](int64_t i) { return y + i % kPanelRows * d; });
     }
   });
@@ -39,7 +40,7 @@ inline void prefill_layer(Team &team, const ip_layer &layer, const ip_step &step
     team.barrier();
     phases.end_phase(phase);
   };
-  norm_panels(team, prefill.in, x, residual, layer.attn_norm, layer.attn_eps, width,
+  norm_panels(team, prefill.in, {}, x, residual, layer.attn_norm, width,
               residual ? buffers.attn_residual : nullptr);
   end_phase(kAttnNorm);
   gemm_to_rows(team, layer.qkv, prefill.in, buffers.qkv, layer.qkv.n, 0);
@@ -53,13 +54,15 @@ inline void prefill_layer(Team &team, const ip_layer &layer, const ip_step &step
   team.barrier();
   gemm_to_rows(team, layer.o, prefill.wide, buffers.attn_output, width, 0);
   end_phase(kOut);
-  norm_panels(team, prefill.in, buffers.attn_output, residual ? buffers.attn_residual : x, layer.mlp_norm,
-              layer.mlp_eps, width, out_residual);
+  norm_panels(team, prefill.in, layer.attn_after, buffers.attn_output, residual ? buffers.attn_residual : x,
+              layer.mlp_norm, width, out_residual);
   end_phase(kMlpNorm);
-  gemm_silu_mul(team, layer.gate_up, prefill.in, prefill.inner);
+  gemm_activation_mul(team, layer.gate_up, prefill.in, layer.activation, prefill.inner);
   end_phase(kMlp);
   gemm_to_rows(team, layer.down, prefill.inner, out, width, 0);
-  end_phase(kDown);
+  team.barrier();
+  if (layer.mlp_after.weight) norm_in_place(team, layer.mlp_after, out, step.tokens, width);
+  phases.end_phase(kDown);
 }
 
 }  // namespace

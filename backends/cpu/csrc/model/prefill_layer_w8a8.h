@@ -25,13 +25,13 @@ inline Int8LayerInputs reserve_int8_inputs(Workspace s[3], int64_t m, const ip_l
   return {of[0], of[1], of[2]};
 }
 
-// s = x + r (r null: s is x) and norm(s) quantized to `to`, for the to.m dense rows of d entries. s is not written if
-// it is null. Every thread of the team calls it; complete after the next `barrier`.
-inline void norm_and_quantize(Team &team, const Int8Activations &to, const bf16 *x, const bf16 *r, const bf16 *weight,
-                              float eps, int64_t d, bf16 *s) {
+// s = after(x) + r (r null: s is x; no norm `after`: x + r) and norm(s) quantized to `to`, for the to.m dense rows of d
+// entries. s is not written if it is null. Every thread of the team calls it; complete after the next `barrier`.
+inline void norm_and_quantize(Team &team, const Int8Activations &to, const ip_norm &after, const bf16 *x, const bf16 *r,
+                              const ip_norm &norm, int64_t d, bf16 *s) {
   quantize_rows(team, to, d, [&](int64_t i) {
     bf16 *y = workspace(kNormedRows)->reserve<bf16>(d);
-    rms_norm_row(x + i * d, r ? r + i * d : nullptr, weight, eps, d, s ? s + i * d : nullptr, y);
+    rms_norm_row_after(after, x + i * d, r ? r + i * d : nullptr, norm, d, s ? s + i * d : nullptr, y);
     return y;
   });
 }
@@ -48,7 +48,7 @@ inline void prefill_layer_w8a8(Team &team, const ip_layer &layer, const ip_step 
     team.barrier();
     phases.end_phase(phase);
   };
-  norm_and_quantize(team, inputs.in, x, residual, layer.attn_norm, layer.attn_eps, width,
+  norm_and_quantize(team, inputs.in, {}, x, residual, layer.attn_norm, width,
                     residual ? buffers.attn_residual : nullptr);
   end_phase(kAttnNorm);
   w8a8_gemm_to_rows(team, layer.qkv, inputs.in, buffers.qkv, layer.qkv.n, 0);
@@ -60,13 +60,15 @@ inline void prefill_layer_w8a8(Team &team, const ip_layer &layer, const ip_step 
   end_phase(kAttend);
   w8a8_linear(team, layer.o, inputs.wide, buffers.mixed, layer.o.k, buffers.attn_output, width, 0);
   end_phase(kOut);
-  norm_and_quantize(team, inputs.in, buffers.attn_output, residual ? buffers.attn_residual : x, layer.mlp_norm,
-                    layer.mlp_eps, width, out_residual);
+  norm_and_quantize(team, inputs.in, layer.attn_after, buffers.attn_output, residual ? buffers.attn_residual : x,
+                    layer.mlp_norm, width, out_residual);
   end_phase(kMlpNorm);
-  w8a8_gemm_silu_mul(team, layer.gate_up, inputs.in, buffers.mlp_hidden);
+  w8a8_gemm_activation_mul(team, layer.gate_up, inputs.in, layer.activation, buffers.mlp_hidden);
   end_phase(kMlp);
   w8a8_linear(team, layer.down, inputs.inner, buffers.mlp_hidden, layer.down.k, out, width, 0);
-  end_phase(kDown);
+  team.barrier();
+  if (layer.mlp_after.weight) norm_in_place(team, layer.mlp_after, out, step.tokens, width);
+  phases.end_phase(kDown);
 }
 
 }  // namespace

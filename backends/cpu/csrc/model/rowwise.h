@@ -1,6 +1,6 @@
-// Operations on single rows between the products: RMS norm, silu-mul, rotary positions. Each exists for one row (called
-// by the layer kernels) and for all rows of a call, divided between the threads (called by isa_entries.h). Arithmetic
-// is in float32, results are rounded to bf16 once.
+// Operations on single rows between the products: RMS norm, gated activations, rotary positions. Each exists for one
+// row (called by the layer kernels) and for all rows of a call, divided between the threads (called by isa_entries.h).
+// Arithmetic is in float32, results are rounded to bf16 once.
 #pragma once
 #include "runtime/thread_team.h"
 
@@ -20,9 +20,9 @@ inline float inverse_rms(Floats squares, int64_t d, float eps) {
   return 1.0f / __builtin_sqrtf(sum_lanes(squares) / (float)d + eps);
 }
 
-// s = x + r rounded to bf16, as the op's definition rounds it, then y = s / rms(s) * weight, for one row of d entries.
-// r null: s is x. s null: only y is written; then r must be null too.
-inline void rms_norm_row(const bf16 *x, const bf16 *r, const bf16 *weight, float eps, int64_t d, bf16 *s, bf16 *y) {
+// s = x + r rounded to bf16, as the op's definition rounds it, then y = norm(s), for one row of d entries. r null: s is
+// x. s null: only y is written; then r must be null too. y may be x.
+inline void rms_norm_row(const bf16 *x, const bf16 *r, const ip_norm &norm, int64_t d, bf16 *s, bf16 *y) {
   Floats squares = {};
   for_each_register(d, [&](int64_t c, int64_t n) __attribute__((always_inline)) {
     Floats v = load_floats(x + c, n);
@@ -30,17 +30,28 @@ inline void rms_norm_row(const bf16 *x, const bf16 *r, const bf16 *weight, float
     if (s) store_floats(s + c, v, n);
     squares = fma(v, v, squares);
   });
-  float inverse = inverse_rms(squares, d, eps);
+  float inverse = inverse_rms(squares, d, norm.eps);
   const bf16 *from = s ? s : x;
   for_each_register(d, [&](int64_t c, int64_t n) __attribute__((always_inline)) {
-    store_floats(y + c, load_floats(from + c, n) * inverse * load_floats(weight + c, n), n);
+    store_floats(y + c, load_floats(from + c, n) * inverse * (load_floats(norm.weight + c, n) + norm.offset), n);
   });
 }
 
-// y[c] = silu(gate[c]) * up[c], for d entries.
-inline void silu_mul_row(const bf16 *gate, const bf16 *up, int64_t d, bf16 *y) {
+// `rms_norm_row` of after(x) rounded to bf16 in place of x, if there is a norm `after`; then r may not be null.
+inline void rms_norm_row_after(const ip_norm &after, const bf16 *x, const bf16 *r, const ip_norm &norm, int64_t d,
+                               bf16 *s, bf16 *y) {
+  if (after.weight) {
+    bf16 *normed = workspace(kAfterNormRow)->reserve<bf16>(d);
+    rms_norm_row(x, nullptr, after, d, nullptr, normed);
+    x = normed;
+  }
+  rms_norm_row(x, r, norm, d, s, y);
+}
+
+// y[c] = f(gate[c]) * up[c], for d entries; f is one of ip_activation.
+inline void activation_mul_row(const bf16 *gate, const bf16 *up, int64_t d, int32_t f, bf16 *y) {
   for (int64_t c = 0; c < d; c += kRegisterLanes)
-    store_floats(y + c, silu(load_floats(gate + c, d - c)) * load_floats(up + c, d - c), d - c);
+    store_floats(y + c, activate(load_floats(gate + c, d - c), f) * load_floats(up + c, d - c), d - c);
 }
 
 // y = one head of `dim` entries, rotated. `table` holds the cosines, then the sines of the head's position, dim / 2
@@ -65,22 +76,22 @@ inline void rope_head(const bf16 *x, const float *table, int64_t dim, int interl
   }
 }
 
-// y = one head of DIM entries after its RMS norm, if `weight` is not null, and its rotation, where entries c and c +
+// y = one head of DIM entries after its RMS norm, if there is one, and its rotation, where entries c and c +
 // DIM / 2 are a pair; all of the head is in registers.
 template <int DIM>
-inline void norm_and_rope_in_registers(const bf16 *x, const bf16 *weight, float eps, const float *table, bf16 *y) {
+inline void norm_and_rope_in_registers(const bf16 *x, const ip_norm &norm, const float *table, bf16 *y) {
   constexpr int kRegisters = DIM / kRegisterLanes;
   Floats v[kRegisters];
 #pragma GCC unroll 16
   for (int i = 0; i < kRegisters; i++) v[i] = load_floats(x + i * kRegisterLanes);
-  if (weight) {
+  if (norm.weight) {
     Floats squares = {};
 #pragma GCC unroll 16
     for (int i = 0; i < kRegisters; i++) squares = fma(v[i], v[i], squares);
-    float inverse = inverse_rms(squares, DIM, eps);
+    float inverse = inverse_rms(squares, DIM, norm.eps);
 #pragma GCC unroll 16
     for (int i = 0; i < kRegisters; i++)
-      v[i] = round_to_bf16(v[i] * inverse * load_floats(weight + i * kRegisterLanes));
+      v[i] = round_to_bf16(v[i] * inverse * (load_floats(norm.weight + i * kRegisterLanes) + norm.offset));
   }
 #pragma GCC unroll 8
   for (int i = 0; i < kRegisters / 2; i++) {
@@ -91,31 +102,31 @@ inline void norm_and_rope_in_registers(const bf16 *x, const bf16 *weight, float 
   }
 }
 
-// y = one head after `rms_norm_row` if `weight` is not null, then `rope_head`, to the same bits. `head_buffer` has
+// y = one head after `rms_norm_row`, if there is a norm, then `rope_head`, to the same bits. `head_buffer` has
 // space for one head and may be overwritten.
-inline void norm_and_rope(const bf16 *x, const bf16 *weight, float eps, const float *table, int64_t dim,
-                          int interleaved, bf16 *head_buffer, bf16 *y) {
-  if (!interleaved && dim == 64) return norm_and_rope_in_registers<64>(x, weight, eps, table, y);
-  if (!interleaved && dim == 128) return norm_and_rope_in_registers<128>(x, weight, eps, table, y);
-  if (weight) rms_norm_row(x, nullptr, weight, eps, dim, nullptr, head_buffer), x = head_buffer;
+inline void norm_and_rope(const bf16 *x, const ip_norm &norm, const float *table, int64_t dim, int interleaved,
+                          bf16 *head_buffer, bf16 *y) {
+  if (!interleaved && dim == 64) return norm_and_rope_in_registers<64>(x, norm, table, y);
+  if (!interleaved && dim == 128) return norm_and_rope_in_registers<128>(x, norm, table, y);
+  if (norm.weight) rms_norm_row(x, nullptr, norm, dim, nullptr, head_buffer), x = head_buffer;
   rope_head(x, table, dim, interleaved, y);
 }
 
-// `rms_norm_row` of m rows: rows of x are ldx entries apart, r, s and y are [m, d], dense; r and s may be null. Every
-// thread of the team calls it; complete after the next `barrier`.
-inline void rms_norm(Team &team, const bf16 *x, int64_t ldx, const bf16 *r, const bf16 *weight, float eps, int64_t m,
-                     int64_t d, bf16 *s, bf16 *y) {
+// `rms_norm_row_after` of m rows: rows of x are ldx entries apart, r, s and y are [m, d], dense; r and s may be null.
+// Every thread of the team calls it; complete after the next `barrier`.
+inline void rms_norm(Team &team, const ip_norm &after, const bf16 *x, int64_t ldx, const bf16 *r, const ip_norm &norm,
+                     int64_t m, int64_t d, bf16 *s, bf16 *y) {
   team.for_each_chunk(m, 1, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++)
-      rms_norm_row(x + i * ldx, r ? r + i * d : nullptr, weight, eps, d, s ? s + i * d : nullptr, y + i * d);
+      rms_norm_row_after(after, x + i * ldx, r ? r + i * d : nullptr, norm, d, s ? s + i * d : nullptr, y + i * d);
   });
 }
 
-// y [m, d] = `silu_mul_row` of m rows [gate | up] of 2 d entries, which are ldx apart. Every thread of the team calls
-// it; complete after the next `barrier`.
-inline void silu_mul(Team &team, const bf16 *x, int64_t ldx, int64_t m, int64_t d, bf16 *y) {
+// y [m, d] = `activation_mul_row` of m rows [gate | up] of 2 d entries, which are ldx apart. Every thread of the team
+// calls it; complete after the next `barrier`.
+inline void activation_mul(Team &team, const bf16 *x, int64_t ldx, int64_t m, int64_t d, int32_t f, bf16 *y) {
   team.for_each_chunk(m, 1, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; i++) silu_mul_row(x + i * ldx, x + i * ldx + d, d, y + i * d);
+    for (int64_t i = first; i < last; i++) activation_mul_row(x + i * ldx, x + i * ldx + d, d, f, y + i * d);
   });
 }
 

@@ -106,10 +106,11 @@ inline void gemm_to_rows(Team &team, const ip_matrix &w, const ActivationPanels 
       });
 }
 
-// to = silu(x gate^T) * (x up^T) [m, w.n / 2], as activations for the product with `down`; rows of w are gate, then up,
-// each a multiple of 16. Both products are rounded to bf16 first, and so is the result. Every thread of the team calls
-// it; `to` is complete after the next `barrier`.
-inline void gemm_silu_mul(Team &team, const ip_matrix &w, const ActivationPanels &x, const ActivationPanels &to) {
+// to = f(x gate^T) * (x up^T) [m, w.n / 2], as activations for the product with `down`; rows of w are gate, then up,
+// each a multiple of 16. f is one of ip_activation. Both products are rounded to bf16 first, and so is the result.
+// Every thread of the team calls it; `to` is complete after the next `barrier`.
+inline void gemm_activation_mul(Team &team, const ip_matrix &w, const ActivationPanels &x, int32_t f,
+                                const ActivationPanels &to) {
   int64_t inner = w.n / 2;
   gemm(
       team, w, x, inner / kPanelRows, [&](int64_t j, int h) { return h * inner + j * kPanelRows; },
@@ -118,7 +119,7 @@ inline void gemm_silu_mul(Team &team, const ip_matrix &w, const ActivationPanels
           for (int64_t c = 0; c < kPanelRows; c += kRegisterLanes) {
             Floats gate = round_to_bf16(load<Floats>(gates + r * kPanelRows + c)),
                    up = round_to_bf16(load<Floats>(ups + r * kPanelRows + c));
-            store(to.at(i + r, j * kPanelRows + c), round_to_bf16(silu(gate) * up));
+            store(to.at(i + r, j * kPanelRows + c), round_to_bf16(activate(gate, f) * up));
           }
         }
       });

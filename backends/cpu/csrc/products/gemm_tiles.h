@@ -311,10 +311,12 @@ inline __m512i load_interleaved_exact(const float *rows) {
                          _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)f32_to_bf16(load<F32x16>(rows + 16))), 16));
 }
 
-// to = silu(x gate^T) * (x up^T) [m, w.n / 2], as panels for the product with `down`; rows of w are gate, then up, each
-// a multiple of 16. Both products are rounded to bf16 first. If w.n / 2 is not a multiple of 32, zeros fill the last 16
-// columns of `to`. Every thread of the team calls it; `to` is complete after the next `barrier`.
-inline void gemm_silu_mul(Team &team, const ip_matrix &w, const ActivationPanels &x, const ActivationPanels &to) {
+// to = f(x gate^T) * (x up^T) [m, w.n / 2], as panels for the product with `down`; rows of w are gate, then up, each a
+// multiple of 16. f is one of ip_activation. Both products are rounded to bf16 first. If w.n / 2 is not a multiple of
+// 32, zeros fill the last 16 columns of `to`. Every thread of the team calls it; `to` is complete after the next
+// `barrier`.
+inline void gemm_activation_mul(Team &team, const ip_matrix &w, const ActivationPanels &x, int32_t f,
+                                const ActivationPanels &to) {
   int64_t inner = w.n / 2;
   gemm(
       team, w, x, inner / 16, [&](int64_t j, int h) { return h * inner + j * 16; },
@@ -325,7 +327,7 @@ inline void gemm_silu_mul(Team &team, const ip_matrix &w, const ActivationPanels
             float *gate = sums + h * 256 + r * 16;
             F32x16 a = (F32x16)_mm512_castsi512_ps(load_rounded(gate)),
                    b = (F32x16)_mm512_castsi512_ps(load_rounded(gate + 512));
-            store(gate, silu(a) * b);
+            store(gate, activate(a, f) * b);
           }
           for (int r = 0; r < 8; r++) _mm512_store_si512(at + r * 16, load_interleaved_exact(sums + h * 256 + r * 32));
           if (inner % kColumnStep && j * 16 + 16 == inner) memset(at + 128, 0, 128 * sizeof(uint32_t));

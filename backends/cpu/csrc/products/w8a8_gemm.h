@@ -43,9 +43,10 @@ inline void w8a8_gemm_to_rows(Team &team, const ip_matrix &w, const Int8Activati
   });
 }
 
-// out [x.m, w.n / 2], dense, = silu(x gate^T) * (x up^T), both rounded to bf16 first; rows of w are gate, then up, each
-// a multiple of 16. Every thread of the team calls it; `out` is complete after the next `barrier`.
-inline void w8a8_gemm_silu_mul(Team &team, const ip_matrix &w, const Int8Activations &x, bf16 *out) {
+// out [x.m, w.n / 2], dense, = f(x gate^T) * (x up^T), both rounded to bf16 first, f one of ip_activation; rows of w
+// are gate, then up, each a multiple of 16. Every thread of the team calls it; `out` is complete after the next
+// `barrier`.
+inline void w8a8_gemm_activation_mul(Team &team, const ip_matrix &w, const Int8Activations &x, int32_t f, bf16 *out) {
   int64_t inner = w.n / 2, half_panels = inner / kPanelRows;
   auto panel_of = [&](int64_t j, int h) { return h * half_panels + j; };
   w8a8_gemm(team, w, x, half_panels, panel_of, [&](int64_t j, int64_t i, int64_t n, const int32_t *sums) {
@@ -55,7 +56,7 @@ inline void w8a8_gemm_silu_mul(Team &team, const ip_matrix &w, const Int8Activat
       store(up, scale_sums(w, half_panels + j, x, i + r, sums + 512 + r * 16));
       for (int64_t c = 0; c < kPanelRows; c += kRegisterLanes)
         store_floats(out + (i + r) * inner + j * kPanelRows + c,
-                     silu(round_to_bf16(load<Floats>(gate + c))) * round_to_bf16(load<Floats>(up + c)));
+                     activate(round_to_bf16(load<Floats>(gate + c)), f) * round_to_bf16(load<Floats>(up + c)));
     }
   });
 }

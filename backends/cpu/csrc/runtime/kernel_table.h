@@ -11,7 +11,7 @@ struct KernelTable {
   decltype(&ip_dequantize_rows) dequantize_rows;
   decltype(&ip_gather_rows) gather_rows;
   decltype(&ip_rms_norm) rms_norm;
-  decltype(&ip_silu_mul) silu_mul;
+  decltype(&ip_activation_mul) activation_mul;
   decltype(&ip_rope) rope;
   decltype(&ip_attention) attention;
   decltype(&ip_attention_prefill) attention_prefill;

@@ -40,8 +40,9 @@ enum WorkspaceSlot {
   kAttentionTasks = 10, kScores = 8, kPartialResults = 9, kEntriesInBf16 = 14, kPrefillTasks = 17,
   // Latent attention: factors and corrections of a head that is folded; queries and results in the latent space.
   kFoldedFactors = 2, kFoldCorrections = 3, kFoldedQueries = 12, kMixedLatents = 13,
-  // Layers: one head; normed rows; the buffers of a layer; inputs of products with many rows (panels, or int8: 3 each).
-  kOneHead = 4, kNormedRows = 18, kSecondNormedRows = 19, kLayerRows = 20,
+  // Layers: one head; a row after a norm that another follows; normed rows; the buffers of a layer; inputs of products
+  // with many rows (panels, or int8: 3 each).
+  kOneHead = 4, kAfterNormRow = 15, kNormedRows = 18, kSecondNormedRows = 19, kLayerRows = 20,
   kInputPanels = 16, kAttentionPanels = 21, kInnerPanels = 22, kInt8Rows = 20,
   // Experts: pairs (4), logits and ids of the router. A model's step: rows, and the largest logits per thread.
   kExpertPairs = 24, kRouterLogits = 28, kExpertIds = 29, kModelRows = 30, kArgmaxes = 31,

@@ -21,11 +21,19 @@ KERNELS = Kernels()
 
 def _has_native_parts(op: Any) -> bool:
     attn, mlp = op.attn, op.mlp
+    if not _has_native_norms(op):
+        return False
     if not (attn.has_grouped_queries or attn.has_latent_attention) or not (mlp.is_gated_mlp or mlp.has_experts):
         return False
     if attn.reduce is not None or mlp.reduce is not None or (mlp.has_experts and mlp.here is not None):
         return False
     return attn.has_latent_attention or bool(attn.few.kv.dim == attn.few.kv.v_dim == attn.head_dim)
+
+
+def _has_native_norms(op: Any) -> bool:
+    """Whether a norm leads into both blocks and their results are added without a factor; `EXTENSIONS` says which norms
+    there may be."""
+    return op.attn_norm is not None and op.mlp_norm is not None and getattr(op, "factor", 1) == 1
 
 
 def _gated_mlp_of(op: Any) -> Any:
@@ -102,8 +110,11 @@ def _if_native(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda op: not _has_native_parts(op) or holds(op)
 
 
+LAYER_OPS = ("decoder_layer", "residual_layer")
+EXTENSIONS = ("rms_norm.offset", "activation_mul")
+"""What layers have besides what the op got first, as `When.extensions` lists it."""
 NEEDS = (
-    ("grouped-query or latent attention and a gated MLP or experts, on one rank", _has_native_parts),
+    ("grouped-query or latent attention, a gated MLP or experts, RMS norms, on one rank", _has_native_parts),
     ("plain activations, and an MLP without bias", _if_native(_has_plain_activations)),
     ("bfloat16 weights, a float32 rotary table and a float32 bias of the router", _if_native(_has_bf16_weights)),
     ("an inner width that is a multiple of 16", _if_native(_has_inner_multiple_of_16)),
@@ -132,6 +143,7 @@ def _when(formats: tuple[str, ...], step_kind: StepKind, *needs: Any, kv_b: Any 
         step_kinds=(step_kind,),
         features=features,
         needs=(*NEEDS, kv_b, *needs),
+        extensions=EXTENSIONS,
     )
 
 
@@ -146,18 +158,8 @@ PACKS |= {"mlp.experts.gate_up": PACKING, "mlp.experts.down": PACKING}
 PACKS_KV_B = {**PACKS, "attn.absorbed.kv_b": PACKING, "attn.expanded.kv_b.weight": PACKING}
 
 
-def _declare(name: str, when: When, **options: Any) -> None:
-    """Declare a kernel: norms, projections, rotation, cache write, attention and MLP by one team of threads, without
-    leaving the call. Products of many tokens are on tiles (csrc/products/tile_products.h); weights of 8 and 4 bits are
-    expanded there while they are multiplied.
-
-    Args:
-        name: ends with the weights' kind: `_panels` of 8 and 4 bits, `_w8a8` with activations in 8 bits before every
-            product; `_many` before that is for many tokens.
-        when: its conditions.
-        options: further fields of `Kernel`.
-    """
-    rounded = when.step_kinds == ("mixed",)
+def _make_layer_function(name: str, rounded: bool) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """A kernel's function of this name; `rounded` as in `native_layer`."""
 
     def decoder_layer(
         view: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
@@ -173,10 +175,27 @@ def _declare(name: str, when: When, **options: Any) -> None:
         return out, summed
 
     decoder_layer.__name__ = name
-    KERNELS("decoder_layer", "native", when=when, **{"rank": RANK_PORTABLE, **options})(decoder_layer)
+    return decoder_layer
 
 
-INVARIANT = {"batch_invariant": True}
+def _declare(name: str, when: When, *, ops: tuple[str, ...] = LAYER_OPS, **options: Any) -> None:
+    """Declare a kernel of each of `ops`: norms, projections, rotation, cache write, attention and MLP by one team of
+    threads, without leaving the call. Products of many tokens are on tiles (csrc/products/tile_products.h); weights of
+    8 and 4 bits are expanded there while they are multiplied.
+
+    Args:
+        name: ends with the weights' kind: `_panels` of 8 and 4 bits, `_w8a8` with activations in 8 bits before every
+            product; `_many` before that is for many tokens. The kernel of `residual_layer` has that op's name before.
+        when: its conditions.
+        ops: names of the ops.
+        options: further fields of `Kernel`.
+    """
+    for op in ops:
+        function = _make_layer_function(name.replace("decoder_layer", op), when.step_kinds == ("mixed",))
+        KERNELS(op, "native", when=when, **{"rank": RANK_PORTABLE, **options})(function)
+
+
+INVARIANT: dict[str, Any] = {"batch_invariant": True}
 _declare("decoder_layer_batch_invariant", _when(("fp8_block",), "decode"), rank=RANK_BATCH_INVARIANT, **INVARIANT)
 # Not invariant: on AMX one token and two have other last bits than more, since bfloat16 weights are read row by row.
 _declare("decoder_layer", _when(("fp8_block",), "decode"), prepare=prepare_any_order)
@@ -184,11 +203,12 @@ _declare("decoder_layer_panels", _when(PANEL_FORMATS, "decode", PACKED_WEIGHTS),
 _declare(
     "decoder_layer_latent_panels",
     _when(PANEL_FORMATS, "decode", PACKED_WEIGHTS, kv_b=PACKED_KV_B),
+    ops=("decoder_layer",),
     packs=PACKS_KV_B,
     **INVARIANT,
 )
 _declare("decoder_layer_many", _when(("fp8_block",), "mixed"))
 _declare("decoder_layer_many_panels", _when(PANEL_FORMATS, "mixed", PACKED_WEIGHTS), packs=PACKS)
-W8A8 = {"packs": PACKS, **INT8_ACTIVATIONS}
+W8A8: dict[str, Any] = {"ops": ("decoder_layer",), "packs": PACKS, **INT8_ACTIVATIONS}
 _declare("decoder_layer_w8a8", _when(INT8_ROW_FORMATS, "decode", INT8_ROW_WEIGHTS), **W8A8, **INVARIANT)
 _declare("decoder_layer_many_w8a8", _when(INT8_ROW_FORMATS, "mixed", INT8_ROW_WEIGHTS), **W8A8)

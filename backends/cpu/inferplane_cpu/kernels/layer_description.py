@@ -9,7 +9,8 @@ from inferplane.plugin import Batch
 from inferplane_cpu.kernels.attention import kv_b_of, native_batch
 from inferplane_cpu.kernels.moe import describe_routing
 from inferplane_cpu.kernels.packing import Adapt, adapt_matrices
-from inferplane_cpu.native import Experts, Latent, Layer, Step
+from inferplane_cpu.kernels.rowwise import activation_of, native_norm
+from inferplane_cpu.native import Experts, Latent, Layer, Norm, Step
 
 
 def native_layer(view: Any, rounded: bool) -> Layer:
@@ -40,16 +41,15 @@ class _OwnedArrays(list[Any]):
 def _describe(view: Any, rounded: bool) -> Layer:
     attn, layer, adapt = view.attn, Layer(rounded=rounded), view.prepared
     layer.memory = memory = _OwnedArrays()
-    layer.attn_norm, layer.attn_eps = view.attn_norm.norm.weight.data_ptr(), view.attn_norm.norm.eps
-    layer.mlp_norm, layer.mlp_eps = view.mlp_norm.norm.weight.data_ptr(), view.mlp_norm.norm.eps
+    layer.attn_norm, layer.mlp_norm = native_norm(view.attn_norm.norm), native_norm(view.mlp_norm.norm)
+    layer.attn_after, layer.mlp_after = (_norm_after(view, name) for name in ("attn_after", "mlp_after"))
     layer.o = memory.matrix(attn.o, adapt)
     enter = attn.enter
     layer.rope, layer.interleaved = enter.rope.table.data_ptr(), enter.rope.interleaved
     if hasattr(attn, "qkv"):
         layer.qkv = memory.matrix(attn.qkv, adapt)
         if enter.q_norm is not None:
-            layer.q_norm, layer.q_eps = enter.q_norm.weight.data_ptr(), enter.q_norm.eps
-            layer.k_norm, layer.k_eps = enter.k_norm.weight.data_ptr(), enter.k_norm.eps
+            layer.q_norm, layer.k_norm = native_norm(enter.q_norm), native_norm(enter.k_norm)
         layer.heads, layer.kv_heads = attn.heads
         layer.head_dim, layer.window, layer.scale = attn.head_dim, attn.few.kv.window or 0, attn.few.scale
     else:
@@ -63,7 +63,14 @@ def _describe(view: Any, rounded: bool) -> Layer:
         mlp = mlp.shared
     if mlp is not None:
         layer.gate_up, layer.down = memory.matrix(mlp.gate_up, adapt), memory.matrix(mlp.down, adapt)
+        layer.activation = activation_of(mlp.act)
     return layer
+
+
+def _norm_after(view: Any, name: str) -> Norm:
+    """The norm of a block's result; none in an op `decoder_layer`."""
+    norm = getattr(view, name, None)
+    return Norm() if norm is None else native_norm(norm)
 
 
 def _describe_latent(attn: Any, adapt: Adapt, memory: _OwnedArrays) -> Latent:
@@ -71,10 +78,10 @@ def _describe_latent(attn: Any, adapt: Adapt, memory: _OwnedArrays) -> Latent:
     made = Latent(nope=d.nope, rope=d.rope, value=d.value, latent=d.latent)
     made.q_b, made.kv_a = memory.matrix(attn.q_b, adapt), memory.matrix(attn.kv_a, adapt)
     made.kv_b = kv_b_of(attn.absorbed, attn.absorbed.kv_b)
-    made.kv_a_norm, made.kv_a_eps = enter.kv_a_norm.weight.data_ptr(), enter.kv_a_norm.eps
+    made.kv_a_norm = native_norm(enter.kv_a_norm)
     if attn.q_a is not None:
         made.q_a = memory.matrix(attn.q_a, adapt)
-        made.q_a_norm, made.q_a_eps = enter.q_a_norm.weight.data_ptr(), enter.q_a_norm.eps
+        made.q_a_norm = native_norm(enter.q_a_norm)
     return made
 
 

@@ -17,13 +17,14 @@ from inferplane.plugin import RANK_PORTABLE, Batch, Kernels, KVCache, LayerKV, M
 from inferplane_cpu.kernels import layer, linear
 from inferplane_cpu.kernels.attention import native_cache
 from inferplane_cpu.kernels.layer_description import native_layer, native_step
+from inferplane_cpu.kernels.rowwise import native_norm
 from inferplane_cpu.native import BF16, Cache, Matrix, Model, ModelIO, library
 
 KERNELS = Kernels()
 MAX_TOKENS = 8
 """Tokens of a step at most; csrc: kMaxDecodeRows."""
 DECODE = When(step_kinds=("decode",), features=("native",))
-STACK = replace(DECODE, extensions=("decoder_stack.several_tables",))
+STACK = replace(DECODE, extensions=("decoder_stack.several_tables", "residual_layer", *layer.EXTENSIONS))
 LAYERS = tuple(kernel.name for kernel in layer.KERNELS if kernel.when.step_kinds == ("decode",))
 PARTS = {
     "embed": ("torch:embedding", "native:embedding_panels"),
@@ -50,17 +51,19 @@ class NativeStack:
 
     def __init__(self, view: Any) -> None:
         self.count = len(view.layers)
-        self.layers = (ctypes.c_void_p * self.count)(*(ctypes.addressof(native_layer(v, False)) for v in view.layers))
+        layers = [native_layer(v, False) for v in view.layers]
+        self.layers = (ctypes.c_void_p * self.count)(*map(ctypes.addressof, layers))
+        self._windows = [layer.window for layer in layers]
         self._described: tuple[LayerKV, ...] | None = None
         self._caches: Any = None
         self._tables: tuple[int, ...] | None = None
         self._runs: list[tuple[int, int, int]] = []
 
     def find_runs(self, tables: tuple[int, ...]) -> list[tuple[int, int, int]]:
-        """First layer, number of layers and block table of each run of layers with the same table."""
-        if self._tables != tables:
-            groups = groupby(range(self.count), key=lambda i: tables[i] if tables else 0)
-            self._runs = [(layers[0], len(layers), table) for table, layers in ((t, [*g]) for t, g in groups)]
+        """First layer, number of layers and block table of each run of layers with the same table and window."""
+        if self._tables != tables or not self._runs:
+            groups = groupby(range(self.count), key=lambda i: (tables[i] if tables else 0, self._windows[i]))
+            self._runs = [(layers[0], len(layers), table) for (table, _), layers in ((k, [*g]) for k, g in groups)]
             self._tables = tables
         return self._runs
 
@@ -95,10 +98,9 @@ class NativeModel:
             embed = Matrix(BF16, 0, *rows.shape, rows.stride(0), rows.data_ptr(), None, None, None)
         else:
             embed = linear.matrix_of(view.embed)
-        self._norm, self._embed, self._head = view.norm.norm.weight, embed, linear.matrix_of(view.head)
+        self._embed, self._head = embed, linear.matrix_of(view.head)
         layers = ctypes.addressof(self.stack.layers)
-        norm, eps = self._norm.data_ptr(), view.norm.norm.eps
-        self.model = Model(layers, self.stack.count, self._embed, self._head, norm, eps)
+        self.model = Model(layers, self.stack.count, self._embed, self._head, native_norm(view.norm.norm))
         self.vocab, self.width = self._head.n, self._head.k
 
 
@@ -107,7 +109,7 @@ def decoder_stack(
     view: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, cache: KVCache
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """All layers in one call, with nothing but barriers between them, for at most 8 tokens; a call for each run of
-    layers that read the same block table.
+    layers with the same block table and window.
     """
     stack, x = native_stack(view), x.contiguous()
     caches, other = stack.caches(cache.layers), None if residual is None else residual.contiguous()

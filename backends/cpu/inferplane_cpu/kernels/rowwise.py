@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from inferplane.plugin import RANK_PORTABLE, Kernels, When
-from inferplane_cpu.native import library
+from inferplane_cpu.native import ACTIVATIONS, Norm, library
 
 KERNELS = Kernels()
 
@@ -22,8 +22,28 @@ def _has_float32_table(op: Any) -> bool:
 
 
 BF16 = When(dtypes=(torch.bfloat16,), features=("native",))
-NORM = When(dtypes=(torch.bfloat16,), features=("native",), needs=(("a bfloat16 weight", _has_bf16_weight),))
+NORM = When(
+    dtypes=(torch.bfloat16,),
+    features=("native",),
+    needs=(("a bfloat16 weight", _has_bf16_weight),),
+    extensions=("rms_norm.offset",),
+)
+ACTIVATION = When(
+    dtypes=(torch.bfloat16,),
+    features=("native",),
+    needs=(("silu, gelu, gelu_tanh or relu2", lambda op: op.function in ACTIVATIONS),),
+)
 ROPE = When(dtypes=(torch.bfloat16,), features=("native",), needs=(("a float32 table", _has_float32_table),))
+
+
+def native_norm(norm: Any) -> Norm:
+    """An RMS norm as the library reads it; its weight must outlive the description."""
+    return Norm(norm.weight.data_ptr(), norm.eps, norm.offset)
+
+
+def activation_of(act: Any) -> int:
+    """The activation function of an op `silu_mul` or `activation_mul`, one of `ACTIVATIONS`."""
+    return ACTIVATIONS[getattr(act, "function", "silu")]
 
 
 def _as_rows(x: torch.Tensor) -> torch.Tensor:
@@ -38,7 +58,14 @@ def rms_norm(view: Any, x: torch.Tensor) -> torch.Tensor:
     rows, y = _as_rows(x), torch.empty(x.shape, dtype=x.dtype)
     m, d = rows.shape
     library().ip_rms_norm(
-        rows.data_ptr(), rows.stride(0), None, view.weight.data_ptr(), view.eps, m, d, None, y.data_ptr()
+        rows.data_ptr(),
+        rows.stride(0),
+        None,
+        view.once("inferplane_cpu.norm", native_norm, view),
+        m,
+        d,
+        None,
+        y.data_ptr(),
     )
     return y
 
@@ -55,8 +82,7 @@ def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> t
         rows.data_ptr(),
         rows.stride(0),
         None if other is None else other.data_ptr(),
-        view.norm.weight.data_ptr(),
-        view.norm.eps,
+        view.once("inferplane_cpu.norm", native_norm, view.norm),
         m,
         d,
         None if other is None else s.data_ptr(),
@@ -65,14 +91,24 @@ def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> t
     return y, s
 
 
-@KERNELS("silu_mul", "native", when=BF16, rank=RANK_PORTABLE, batch_invariant=True)
-def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
-    """In float32, rounded once."""
+def _activation_mul(function: int, x: torch.Tensor) -> torch.Tensor:
     rows = _as_rows(x)
     m, d = rows.shape[0], rows.shape[1] // 2
     y = torch.empty(*x.shape[:-1], d, dtype=x.dtype)
-    library().ip_silu_mul(rows.data_ptr(), rows.stride(0), m, d, y.data_ptr())
+    library().ip_activation_mul(rows.data_ptr(), rows.stride(0), m, d, function, y.data_ptr())
     return y
+
+
+@KERNELS("silu_mul", "native", when=BF16, rank=RANK_PORTABLE, batch_invariant=True)
+def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
+    """In float32, rounded once."""
+    return _activation_mul(ACTIVATIONS["silu"], x)
+
+
+@KERNELS("activation_mul", "native", when=ACTIVATION, rank=RANK_PORTABLE, batch_invariant=True)
+def activation_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
+    """In float32, rounded once."""
+    return _activation_mul(ACTIVATIONS[view.function], x)
 
 
 @KERNELS("rope", "native", when=ROPE, rank=RANK_PORTABLE, batch_invariant=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from inferplane.ops.attention import GQABlock
 from inferplane.ops.basic import AddRMSNorm, RMSNorm
 from inferplane.ops.draw import Draw
+from inferplane.ops.forms.activation import ActivationMul
 from inferplane.ops.forms.mlp import MLP
 from inferplane.ops.forms.norms import AddNorm, LayerNorm, Norm
 from inferplane.ops.linear import GatedMLP
@@ -75,9 +77,22 @@ class ResidualLayer(Op, name="residual_layer", extension=True):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Norms before, after and on both sides, with and without a factor; the first layer; an MLP without a gate."""
+        """Norms before, after and on both sides; offsets, a factor; the first layer; other MLPs; 8-bit weights."""
         add = lambda: AddRMSNorm(_rms())  # noqa: E731
+        gated: Any = GatedMLP.samples()[0].op
+        gelu = replace(gated, act=ActivationMul("gelu_tanh"))
+        four = (AddRMSNorm(_rms(1.0)), _rms(1.0)) * 2
+        decode = _sample("offsets", "decode", *four, mlp=gelu)
+        mixed = _sample("offsets_mixed", "mixed", *four, mlp=gelu)
+        quantized = [
+            replace(sample, label=f"{sample.label}_int8", op=quantize_layer(sample.op, "int8_group"))
+            for sample in (decode, mixed)
+        ]
         return [
+            decode,
+            mixed,
+            *quantized,
+            _sample("offsets_first", "decode", *four, mlp=gelu, first=True),
             _sample("after", "decode", None, _rms(), None, _rms()),
             _sample("both", "mixed", add(), _rms(), add(), _rms()),
             _sample("factor", "decode", add(), None, add(), None, factor=0.22),
@@ -122,8 +137,8 @@ class ParallelLayer(Op, name="parallel_layer", extension=True):
         return out
 
 
-def _rms() -> RMSNorm:
-    return RMSNorm(placeholder(64), 1e-6)
+def _rms(offset: float = 0.0) -> RMSNorm:
+    return RMSNorm(placeholder(64), 1e-6, offset)
 
 
 def _with_residual(block: Sample, *, first: bool) -> Any:
@@ -153,3 +168,22 @@ def _sample(
     mlp = GatedMLP.samples()[0].op if mlp is None else mlp
     op = ResidualLayer(attn_norm, block.op, attn_after, mlp_norm, mlp, mlp_after, factor)  # type: ignore[arg-type]
     return Sample(label, op, _with_residual(block, first=first), block.step_kind)
+
+
+def quantize_layer(layer: Any, format: str) -> Any:
+    """A sample's layer with its linear layers in another format; both forms of latent attention still share kv_b."""
+
+    def linears(op: Any, *names: str) -> Any:
+        found = {name: getattr(op, name) for name in names}
+        return replace(
+            op, **{name: replace(x, weight=replace(x.weight, format=format)) for name, x in found.items() if x}
+        )
+
+    attn = layer.attn
+    if isinstance(attn, MLABlock):
+        expanded = linears(attn.expanded, "kv_b")
+        absorbed = replace(attn.absorbed, kv_b=expanded.kv_b.weight)
+        attn = replace(linears(attn, "q_a", "q_b", "kv_a", "o"), expanded=expanded, absorbed=absorbed)
+    else:
+        attn = linears(attn, "qkv", "o")
+    return replace(layer, attn=attn, mlp=linears(layer.mlp, "gate_up", "down"))
