@@ -45,18 +45,20 @@ class CausalConv1d(Op, name="causal_conv1d"):
         bias = None if self.bias is None else values(self.bias)  # type: ignore[arg-type]
         tail = weight.shape[1] - 1
 
-        def apply(y: torch.Tensor) -> torch.Tensor:
+        def weigh(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+            y = inputs[0].float() * weight[:, 0]
+            for i in range(1, tail + 1):
+                y.addcmul_(inputs[i].float(), weight[:, i])
             y = y if bias is None else y + bias
             return (F.silu(y) if self.silu else y).to(x.dtype)
 
         def step(state: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            inputs = torch.cat((state, x[:, :, None]), -1)
-            return apply((inputs.float() * weight).sum(-1)), inputs[:, :, 1:]
+            return weigh((*state.unbind(-1), x)), torch.cat((state[:, :, 1:], x[:, :, None]), -1)
 
         def span(state: torch.Tensor, before: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             inputs = torch.cat((state.t(), x))  # [k - 1 + n, C]
-            y = (inputs.float().unfold(0, tail + 1, 1) * weight).sum(-1)
-            return apply(y), inputs[inputs.shape[0] - tail :].t()
+            n = x.shape[0]
+            return weigh([inputs[i : i + n] for i in range(tail + 1)]), inputs[n:].t()
 
         return run_ragged(batch, (x,), state, step, span)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from inferplane.ops.draw import Draw, Sequences
-from inferplane.types import Batch
+from inferplane.types import HOST, Batch
 from inferplane.types.batch import Query, make_batch
 
 Rows = Sequence[torch.Tensor]
@@ -55,21 +55,23 @@ def run_ragged(
 
 
 def _run_tokens(batch: Batch, rows: Rows, state: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-    """The recurrence over sequences side by side: as many steps as the longest has query tokens. It reads nothing on
-    the host."""
+    """The recurrence over sequences side by side: as many steps as the longest has query tokens. It never waits for a
+    device."""
     total = batch.tokens
     starts, stops = batch.query_start[:-1].long(), batch.query_start[1:].long()
     at = starts + torch.arange(batch.max_query_tokens, device=starts.device)[:, None]
     index = at.clamp(max=total - 1)
     live = (at < stops) & (batch.slots[index] >= 0)  # [steps, B]
-    state = _start(state, batch.seq_lens, live.sum(0))
+    state = _start(batch, state, live.sum(0))
+    # To look costs nothing on the host; elsewhere it would wait for the device.
+    all_live = live.device.type == HOST and bool(live.all())
     out: torch.Tensor | None = None
     for i in range(batch.max_query_tokens):
         y, after = step(state, *(t[index[i]] for t in rows))
         if out is None:
             out = y.new_zeros(total + 1, *y.shape[1:])  # the last row takes what padded rows compute
         out[torch.where(live[i], at[i], total)] = y
-        state = torch.where(_widen(live[i], state), after, state)
+        state = after if all_live else torch.where(_widen(live[i], state), after, state)
     assert out is not None
     return out[:total], state
 
@@ -79,7 +81,7 @@ def _run_sequences(batch: Batch, rows: Rows, state: torch.Tensor, span: Span) ->
     lens = batch.lens()
     counts = [b - a for a, b in zip(lens.query_start, lens.query_start[1:])]
     before = [total - n for total, n in zip(lens.seq_lens, counts)]
-    state = _start(state, batch.seq_lens, batch.query_start[1:] - batch.query_start[:-1]).clone()
+    state = _start(batch, state, batch.query_start[1:] - batch.query_start[:-1]).clone()
     results = []
     for i, n in enumerate(counts):
         a = lens.query_start[i]
@@ -88,9 +90,12 @@ def _run_sequences(batch: Batch, rows: Rows, state: torch.Tensor, span: Span) ->
     return torch.cat(results), state
 
 
-def _start(state: torch.Tensor, seq_lens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def _start(batch: Batch, state: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """The states `[B, ...]`, zeros for sequences all of whose tokens are among the step's `counts` `[B]`."""
-    begins = (seq_lens > 0) & (seq_lens == counts)
+    lens = batch.host_lens
+    if lens is not None and all(n > b - a for n, a, b in zip(lens.seq_lens, lens.query_start, lens.query_start[1:])):
+        return state
+    begins = (batch.seq_lens > 0) & (batch.seq_lens == counts)
     return torch.where(_widen(begins, state), torch.zeros_like(state), state)
 
 
