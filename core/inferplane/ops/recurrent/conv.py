@@ -45,7 +45,7 @@ class CausalConv1d(Op, name="causal_conv1d"):
         bias = None if self.bias is None else values(self.bias)  # type: ignore[arg-type]
         tail = weight.shape[1] - 1
 
-        def weigh(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        def convolve(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
             y = inputs[0].float() * weight[:, 0]
             for i in range(1, tail + 1):
                 y.addcmul_(inputs[i].float(), weight[:, i])
@@ -53,12 +53,12 @@ class CausalConv1d(Op, name="causal_conv1d"):
             return (F.silu(y) if self.silu else y).to(x.dtype)
 
         def step(state: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return weigh((*state.unbind(-1), x)), torch.cat((state[:, :, 1:], x[:, :, None]), -1)
+            return convolve((*state.unbind(-1), x)), torch.cat((state[:, :, 1:], x[:, :, None]), -1)
 
         def span(state: torch.Tensor, before: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             inputs = torch.cat((state.t(), x))  # [k - 1 + n, C]
             n = x.shape[0]
-            return weigh([inputs[i : i + n] for i in range(tail + 1)]), inputs[n:].t()
+            return convolve([inputs[i : i + n] for i in range(tail + 1)]), inputs[n:].t()
 
         return run_ragged(batch, (x,), state, step, span)
 
