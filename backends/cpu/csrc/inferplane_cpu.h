@@ -107,6 +107,8 @@ typedef struct {
   // result depends on how many rows come with it.
   int32_t rounded;
   int32_t activation;  // of the gated MLP that all tokens take; experts have IP_SILU
+  float softcap;  // of grouped queries' attention, as in ip_attention
+  const float *sinks;  // [heads], or null: the same
   const ip_latent *latent;  // or null: grouped queries. If set, kv_heads is 1, and qkv, q_norm and k_norm are not read
   const ip_experts *routed;  // or null: no experts. If set, gate_up and down are the shared experts; gate_up.n 0: none
 } ip_layer;

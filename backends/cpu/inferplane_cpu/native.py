@@ -106,6 +106,8 @@ class Layer(Structure):
         *_of(c_int64, "heads", "kv_heads", "head_dim", "window"),
         ("scale", c_float),
         *_of(c_int32, "interleaved", "rounded", "activation"),
+        ("softcap", c_float),
+        ("sinks", c_void_p),
         *_of(c_void_p, "latent", "routed"),
     ]
 

@@ -1,4 +1,4 @@
-"""Layers with norms before and after each block, weights without their 1, GELU and two windows, as Gemma 3 has them."""
+"""Layers with norms before and after each block, weights without their 1, GELU and two windows, as Gemma has them."""
 
 import pytest
 import torch
@@ -33,6 +33,15 @@ GEMMA_3 = {
     "rope_theta": 1e6,
     "rope_local_base_freq": 1e4,
 }
+GEMMA_2 = {
+    **{key: value for key, value in GEMMA_3.items() if "pattern" not in key and "local" not in key},
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 5.0,
+}
+RUNS = {"gemma2": [(0, 1, 0), (1, 1, 0), (2, 1, 0), (3, 1, 0)], "gemma3": [(0, 2, 0), (2, 1, 0), (3, 1, 0)]}
+"""First layer, number of layers and block table of each run of layers with one window."""
 FEW = {
     "tokens": lambda sequence, done, total: 1 if done else total - 12,
     "drafts": lambda sequence, done, total: (1, 4, 2)[sequence] if done else total - 12,
@@ -50,9 +59,10 @@ def bound_model(tree, weights, without=()):
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("schedule", FEW)
-def test_layers_of_gemma_3_in_one_call(name, schedule):
+@pytest.mark.parametrize("family", RUNS)
+def test_layers_of_gemma_in_one_call(family, name, schedule):
     """One call for each run of layers gives what each layer gives, to the bit, and what smaller kernels give."""
-    tree = model(GEMMA_3)
+    tree = model({"gemma2": GEMMA_2, "gemma3": GEMMA_3}[family])
     weights = stepping.draw_weights(tree, torch.bfloat16)
     draw = torch.Generator().manual_seed(5)
     prompts = [torch.randint(0, 97, (n - 1,), generator=draw).tolist() for n in (40, 37, 29)]
@@ -63,7 +73,7 @@ def test_layers_of_gemma_3_in_one_call(name, schedule):
     assert labels == {"decoder_stack": "native:decoder_stack", "residual_layer": "native:residual_layer"}
     assert "native" not in "".join(parts.values())
     runs = native_stack(view_of(view_of(stack.steps["decode"]).layers)).find_runs(())
-    assert runs == [(0, 2, 0), (2, 1, 0), (3, 1, 0)]
+    assert runs == RUNS[family]
     for one, other, least in zip(chained, single, apart, strict=True):
         assert torch.equal(one, other)
         assert (one - least).abs().max() <= CausalLM.tolerance[torch.bfloat16] * least.abs().max()

@@ -58,8 +58,10 @@ AttentionArgs layer_attention_args(const ip_layer &layer, const ip_cache &cache,
     int64_t latent = layer.latent->latent, dim = latent + layer.latent->rope;
     return attention_args(cache, buffers.folded, layer.heads, 1, dim, latent, 0, layer.scale, buffers.latents);
   }
-  return attention_args(cache, buffers.q, layer.heads, layer.kv_heads, layer.head_dim, layer.head_dim, layer.window,
-                        layer.scale, buffers.mixed);
+  AttentionArgs args = attention_args(cache, buffers.q, layer.heads, layer.kv_heads, layer.head_dim, layer.head_dim,
+                                      layer.window, layer.scale, buffers.mixed);
+  args.sinks = layer.sinks, args.softcap = layer.softcap;
+  return args;
 }
 
 // Writes zeros to the results of attention, [m, heads * v_dim]: attention skips padded rows, and what follows must not

@@ -95,13 +95,14 @@ def attention_batch_invariant(view: Any, q: torch.Tensor, batch: Batch, kv: Laye
     return attention(view, q, batch, kv)
 
 
-def _float_sinks(view: Any) -> torch.Tensor:
+def float_sinks(view: Any) -> torch.Tensor:
+    """The sinks of an attention as the library reads them, `[heads]` in float32."""
     sinks: torch.Tensor = view.sinks.float().contiguous()
     return sinks
 
 
 def _attend(function: Any, view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV, out: torch.Tensor) -> Any:
-    sinks = None if view.sinks is None else view.once("inferplane_cpu.sinks", _float_sinks, view)
+    sinks = None if view.sinks is None else view.once("inferplane_cpu.sinks", float_sinks, view)
     return function(
         q.data_ptr(),
         native_batch(batch),

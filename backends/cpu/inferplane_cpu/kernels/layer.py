@@ -111,7 +111,7 @@ def _if_native(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 LAYER_OPS = ("decoder_layer", "residual_layer")
-EXTENSIONS = ("rms_norm.offset", "activation_mul")
+EXTENSIONS = ("rms_norm.offset", "activation_mul", "attention.sinks", "attention.softcap")
 """What layers have besides what the op got first, as `When.extensions` lists it."""
 NEEDS = (
     ("grouped-query or latent attention, a gated MLP or experts, RMS norms, on one rank", _has_native_parts),

@@ -6,7 +6,7 @@ import ctypes
 from typing import Any
 
 from inferplane.plugin import Batch
-from inferplane_cpu.kernels.attention import kv_b_of, native_batch
+from inferplane_cpu.kernels.attention import float_sinks, kv_b_of, native_batch
 from inferplane_cpu.kernels.moe import describe_routing
 from inferplane_cpu.kernels.packing import Adapt, adapt_matrices
 from inferplane_cpu.kernels.rowwise import activation_of, native_norm
@@ -52,6 +52,10 @@ def _describe(view: Any, rounded: bool) -> Layer:
             layer.q_norm, layer.k_norm = native_norm(enter.q_norm), native_norm(enter.k_norm)
         layer.heads, layer.kv_heads = attn.heads
         layer.head_dim, layer.window, layer.scale = attn.head_dim, attn.few.kv.window or 0, attn.few.scale
+        layer.softcap = attn.few.softcap or 0.0
+        if attn.few.sinks is not None:
+            memory.append(sinks := float_sinks(attn.few))
+            layer.sinks = sinks.data_ptr()
     else:
         memory.append(latent := _describe_latent(attn, adapt, memory))
         layer.latent = ctypes.addressof(latent)

@@ -77,7 +77,7 @@ class ResidualLayer(Op, name="residual_layer", extension=True):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Norms before, after and on both sides; offsets, a factor; the first layer; other MLPs; 8-bit weights."""
+        """Norms before, after and on both sides; offsets, a factor; the first layer; other MLPs; 8 bits; soft caps."""
         add = lambda: AddRMSNorm(_rms())  # noqa: E731
         gated: Any = GatedMLP.samples()[0].op
         gelu = replace(gated, act=ActivationMul("gelu_tanh"))
@@ -92,6 +92,7 @@ class ResidualLayer(Op, name="residual_layer", extension=True):
             decode,
             mixed,
             *quantized,
+            *(replace(sample, label=f"{sample.label}_capped", op=_cap_scores(sample.op)) for sample in (decode, mixed)),
             _sample("offsets_first", "decode", *four, mlp=gelu, first=True),
             _sample("after", "decode", None, _rms(), None, _rms()),
             _sample("both", "mixed", add(), _rms(), add(), _rms()),
@@ -149,6 +150,13 @@ def _with_residual(block: Sample, *, first: bool) -> Any:
         return x, None if first else d.normal(*x.shape), batch, kv
 
     return inputs
+
+
+def _cap_scores(layer: Any) -> ResidualLayer:
+    """A sample's layer whose attention has a soft cap and sinks."""
+    sinks, attn = placeholder(layer.attn.heads[0]), layer.attn
+    few, many = (replace(x, softcap=2.0, sinks=sinks) for x in (attn.few, attn.many))
+    return replace(layer, attn=replace(attn, few=few, many=many))
 
 
 def _sample(
