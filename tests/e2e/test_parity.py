@@ -101,10 +101,19 @@ def test_a_window_takes_the_blocks_of_a_window(enable_prefix_caching, tmp_path):
 
 
 def bf16_errors(config, seed, folder, *, count, chunk_tokens=None):
-    """Errors `[prompts, tokens, vocab]` of ours and of transformers' bf16 against float32, over the largest logit."""
-    model = random_model(config, seed).to(torch.bfloat16)
+    """Errors `[prompts, tokens, vocab]` of ours and of transformers' bf16 against float32, over the largest logit.
+
+    Rotary frequencies stay in float32, as `from_pretrained` leaves them in every dtype: `Module.to` would round them.
+    """
+    model = random_model(config, seed)
+    frequencies = {name: t.clone() for name, t in model.named_buffers() if name.endswith("inv_freq")}
+    model = model.to(torch.bfloat16)
     model.save_pretrained(folder)
     half, model = copy.deepcopy(model), model.float()
+    for name, exact in frequencies.items():
+        path, _, buffer = name.rpartition(".")
+        for each in (half, model):
+            setattr(each.get_submodule(path), buffer, exact.clone())
     ours, theirs = [], []
     with LLM(folder, device="cpu") as llm:
         assert llm.runner.dtype is torch.bfloat16

@@ -9,9 +9,9 @@ from tests.families.cases import CASES, config_of
 from tests.families.dense import DENSE
 
 
-@pytest.mark.parametrize("family", DENSE)
-def test_bf16_error(family, tmp_path):
-    ours, theirs = bf16_errors(config_of(family, next(iter(CASES[family]))), 1, tmp_path, count=8)
+@pytest.mark.parametrize("case", [f"{family}-{name}" for family in DENSE for name in CASES[family]])
+def test_bf16_error(case, tmp_path):
+    ours, theirs = bf16_errors(config_of(*case.split("-", 1)), 1, tmp_path, count=8)
     assert 1e-4 < rms(theirs) < 1e-2
     assert rms(ours) <= BF16 * rms(theirs)
     assert largest(ours) <= BF16 * largest(theirs)
