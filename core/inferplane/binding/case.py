@@ -16,6 +16,7 @@ from inferplane.ops.op import as_tuple
 from inferplane.ops.oracle import to_host
 from inferplane.types import Batch, HostLens, KVCache, KVLayout, KVRequest, LayerKV, QTensor
 from inferplane.types.batch import TableRows
+from inferplane.types.state import PADDING_SLOT, StateRows
 
 PADDED_SEQUENCES = 2
 STALE_SCALE = 4.0
@@ -135,6 +136,7 @@ def pad(args: tuple[Any, ...], draw: Draw, *, lens_known: bool) -> tuple[Any, ..
             TableRows(_append(slots, -1, rows), _append(tables, 0, PADDED_SEQUENCES))
             for slots, tables in batch.more_tables
         ),
+        states=batch.states and StateRows(*(_append(slots, PADDING_SLOT, PADDED_SEQUENCES) for slots in batch.states)),
         max_seq_tokens=max(batch.max_seq_tokens, batch.block_tables.shape[1] * block_tokens),
         host_lens=HostLens(starts, (*lens.seq_lens, *(0 for _ in extra))) if lens_known else None,
     )
@@ -184,6 +186,7 @@ class Untouched:
                     if isinstance(value := getattr(arg, f.name), torch.Tensor):
                         yield f"the batch's {f.name}", value
                 yield from (("a further block table of the batch", t) for rows in arg.more_tables for t in rows)
+                yield from (("the batch's state slots", t) for t in arg.states or ())
         for weight in self.weights:
             parts = (weight.data, weight.scale) if isinstance(weight, QTensor) else (weight,)
             yield from (("a weight", t) for t in parts if isinstance(t, torch.Tensor))

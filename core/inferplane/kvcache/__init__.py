@@ -3,6 +3,7 @@
 from inferplane.kvcache.allocator import BlockAllocator, block_hashes, root_hash
 from inferplane.kvcache.blocked import BlockedKV
 from inferplane.kvcache.paged import KV_DTYPES, PagedKV, paged_layout
+from inferplane.kvcache.states import StatePool
 from inferplane.kvcache.tables import TablePlan, blocks_held, deal_layers, single_table, widest_window
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "BlockAllocator",
     "BlockedKV",
     "PagedKV",
+    "StatePool",
     "TablePlan",
     "block_hashes",
     "blocks_held",

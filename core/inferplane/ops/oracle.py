@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from inferplane.types import HOST, Batch, KVCache, KVRequest, LayerKV, QTensor
+from inferplane.types import HOST, Batch, KVCache, KVRequest, LayerKV, QTensor, StateRows
 
 Stored = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -57,6 +57,8 @@ def to_host(value: Any, *, widen: bool = False) -> Any:
         return t.float() if widen and t.is_floating_point() else t
     if isinstance(value, QTensor):
         return value.to(HOST)
+    if isinstance(value, StateRows):
+        return StateRows(*(to_host(slots) for slots in value))
     if isinstance(value, tuple):
         return tuple(to_host(v, widen=widen) for v in value)
     if isinstance(value, Batch):

@@ -17,6 +17,7 @@ from inferplane.types.kernel import (
 from inferplane.types.kv import KVCache, KVKind, KVLayout, KVRequest, LayerKV, Layouts, register_kv_kind
 from inferplane.types.placement import WHOLE, Placement, Shard
 from inferplane.types.qtensor import QTensor
+from inferplane.types.state import StateCache, StateRequest, StateRows, StateSlots, StateTensor
 from inferplane.types.weight import CANONICAL, PLAIN, ActivationQuant, Packing, Weight
 from inferplane.types.weight_format import WeightFormat, read_tensor
 
@@ -57,6 +58,11 @@ __all__ = [
     "QTensor",
     "Row",
     "Shard",
+    "StateCache",
+    "StateRequest",
+    "StateRows",
+    "StateSlots",
+    "StateTensor",
     "StepKind",
     "Weight",
     "WeightFormat",

@@ -18,6 +18,7 @@ import torch
 from inferplane.errors import UsageError
 from inferplane.types.device import HOST
 from inferplane.types.scratch import Scratch
+from inferplane.types.state import StateRows, StateSlots
 
 StepKind = Literal["decode", "mixed"]
 STEP_KINDS: tuple[StepKind, ...] = ("decode", "mixed")
@@ -79,6 +80,7 @@ class Batch(Scratch):
         many: in mixed steps, the other sequences as a separate batch.
         more_tables: slots and block tables for layers with block table 1, 2, ... (`for_table`); empty where all layers
             share one block table.
+        states: the slots of the sequences' states; None where no layer keeps any.
     """
 
     ids: torch.Tensor
@@ -95,6 +97,7 @@ class Batch(Scratch):
     few: Batch | None = None
     many: Batch | None = None
     more_tables: tuple[TableRows, ...] = ()
+    states: StateRows | None = None
 
     def for_table(self, number: int) -> Batch:
         """The step as layers with block table `number` see it: this batch for 0, else the same object in each call.
@@ -124,6 +127,19 @@ class Batch(Scratch):
     def list_tables(self) -> list[TableRows]:
         """Slots and block tables of every table, in order."""
         return [TableRows(self.slots, self.block_tables), *self.more_tables]
+
+    def list_states(self) -> StateRows:
+        """The slots of the sequences' states.
+
+        Raises:
+            UsageError: the step has none.
+        """
+        if self.states is None:
+            raise UsageError(
+                "A layer keeps states of sequences, and the step has no slots for them.",
+                remedy="make the batch of queries with `state`",
+            )
+        return self.states
 
     def split(self) -> tuple[Batch | None, Batch | None]:
         """The leading sequences with few query tokens, and the rest: each a separate batch, or None.
@@ -179,6 +195,7 @@ class Query:
         blocks: its blocks, enough for `before + len(ids)` tokens.
         logits: number of its last rows that need logits; None: all.
         more_blocks: its blocks in block tables 1, 2, ..., if layers have several; as many in each as in `blocks`.
+        state: the slots of its states; None if no layer keeps any.
     """
 
     ids: Sequence[int]
@@ -186,6 +203,7 @@ class Query:
     blocks: Sequence[int]
     logits: int | None = None
     more_blocks: Sequence[Sequence[int]] = ()
+    state: StateSlots | None = None
 
 
 def make_batch(
@@ -201,7 +219,7 @@ def make_batch(
 
     Raises:
         UsageError: there is no sequence, or a sequence has no new tokens, has too few blocks, has other block tables
-            than the first, or has few new tokens but comes after one with many.
+            than the first, has state slots unlike the first, or has few new tokens but comes after one with many.
     """
     if not queries:
         raise UsageError("A batch without sequences.", remedy="leave the step out")
@@ -237,7 +255,9 @@ def make_batch(
     tables = [(*q.blocks, *([0] * (width - len(q.blocks)))) for q in queries]
     more = [_place(queries, t, width, block_tokens) for t in range(len(more_tables))]
     all_rows = len(logit_rows) == len(ids)
-    sent = _send((ids, positions, slots, [] if all_rows else logit_rows, *(s for s, _ in more)), np.int64, device)
+    states = _list_slots(queries)
+    of_tokens = ids, positions, slots, [] if all_rows else logit_rows, *(s for s, _ in more)
+    sent = _send((*of_tokens, *states), np.int64, device)
     query_start, seq_lens, *sent_tables = _send((starts, lens, tables, *(t for _, t in more)), np.int32, device)
     batch = Batch(
         ids=sent[0],
@@ -251,7 +271,8 @@ def make_batch(
         max_query_tokens=max(counts),
         max_seq_tokens=max(lens),
         host_lens=HostLens(starts, tuple(lens)),
-        more_tables=tuple(map(TableRows, sent[4:], sent_tables[1:])),
+        more_tables=tuple(map(TableRows, sent[4 : 4 + len(more)], sent_tables[1:])),
+        states=StateRows(*sent[4 + len(more) :]) if states else None,
     )
     return batch if batch.kind == "decode" else _divide(batch, split)
 
@@ -270,6 +291,16 @@ def _check_more_tables(queries: Sequence[Query]) -> None:
                 f"Sequence {i} has {have} blocks in further block tables.",
                 there_is=f"{want} expected: {len(q.blocks)} in its first table, and as many tables as sequence 0 has",
             )
+
+
+def _list_slots(queries: Sequence[Query]) -> list[tuple[int, ...]]:
+    """The state slots that are read, and those that are written, of every sequence; empty if they have none."""
+    slots = [q.state for q in queries if q.state is not None]
+    if slots and len(slots) != len(queries):
+        raise UsageError(
+            f"{len(slots)} of {len(queries)} sequences have state slots.", remedy="give them to all, or to none"
+        )
+    return list(zip(*slots))
 
 
 def _place(
@@ -321,4 +352,5 @@ def _part(batch: Batch, first: int, last: int, kind: StepKind) -> Batch:
         max_query_tokens=max(j - i for i, j in pairwise(starts)),
         max_seq_tokens=max(lens.seq_lens[first:last]),
         host_lens=HostLens(starts, lens.seq_lens[first:last]),
+        states=None if batch.states is None else StateRows(*(slots[first:last] for slots in batch.states)),
     )

@@ -14,6 +14,7 @@ from inferplane.engine.request.results import Delta, FinishReason, Result, Timin
 from inferplane.engine.request.seeds import as_int64, fresh_seed
 from inferplane.engine.request.text import Detokenizer
 from inferplane.errors import GenerationError, place_of, sentence, warn
+from inferplane.types.state import StateSlots
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +60,7 @@ class Request:
         generated: tokens so far.
         max_chunk_tokens: the largest number of its known tokens that a step computes.
         tables: its block tables; none while it has no blocks.
+        state: the slots of its states; None while it has none.
         computed: tokens whose KV entries are in the cache.
         hashes: hashes of its full blocks, as far as they were needed.
         drafts: tokens to verify in the next step.
@@ -80,6 +82,7 @@ class Request:
     generated: list[int] = field(default_factory=list)
     max_chunk_tokens: int = 1
     tables: list[BlockTable] = field(default_factory=list)
+    state: StateSlots | None = None
     computed: int = 0
     hashes: list[bytes] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)

@@ -212,7 +212,7 @@ class DecodeSteps:
             batch: the step.
             rows: further inputs of the step, with a row per row of the batch.
         """
-        size = self.size_for(batch)
+        size = self.size_for(batch) if batch.states is None else None  # buckets have no state slots
         at = None if size is None or self.disabled_reason else bucket_rows(batch, size.tokens)
         bucket = None if size is None or self.disabled_reason else self.bucket(size, batch, rows, at)
         if bucket is None:

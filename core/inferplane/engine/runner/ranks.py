@@ -14,14 +14,14 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 import torch.distributed as dist
 
 from inferplane.errors import DeviceError, GenerationError, UsageError
 from inferplane.kvcache import root_hash
-from inferplane.types import HOST, Batch, Placement
+from inferplane.types import HOST, Batch, Placement, StateSlots
 from inferplane.types.batch import Query
 
 FIRST = 1024
@@ -216,8 +216,9 @@ class Ranks:
 def encode_batch(batch: Batch, block_tokens: int) -> list[int]:
     """A batch as integers; `decode_queries` returns the queries that it was made from.
 
-    Layout: number of sequences, and of block tables; for each sequence its new tokens, tokens before, blocks per table,
-    logit rows (-1: all); then the token ids, then the blocks of each sequence, table after table.
+    Layout: number of sequences, of block tables, and of state slots of a sequence (0 or 2); for each sequence its new
+    tokens, tokens before, blocks per table, logit rows (-1: all); then the token ids, then the blocks of each sequence,
+    table after table, then the state slots that are read, and those that are written.
     """
     lens = batch.lens()
     ids = batch.ids.to(HOST).tolist()
@@ -232,17 +233,22 @@ def encode_batch(batch: Batch, block_tokens: int) -> list[int]:
         heads += (stop - start, total - (stop - start), count, num_logits)
         for table in tables:
             blocks += table[i][:count]
-    return [len(lens.seq_lens), len(tables), *heads, *ids, *blocks]
+    states = [slots.to(HOST).tolist() for slots in batch.states or ()]
+    return [len(lens.seq_lens), len(tables), len(states), *heads, *ids, *blocks, *chain(*states)]
 
 
 def decode_queries(message: Sequence[int]) -> list[Query]:
     """The queries that a batch was made from, out of the integers of `encode_batch`."""
-    sequences, num_tables = message[:2]
-    heads = [message[2 + 4 * i : 6 + 4 * i] for i in range(sequences)]
-    ids_at = [*accumulate((h[0] for h in heads), initial=2 + 4 * sequences)]
+    sequences, num_tables, num_states = message[:3]
+    heads = [message[3 + 4 * i : 7 + 4 * i] for i in range(sequences)]
+    ids_at = [*accumulate((h[0] for h in heads), initial=3 + 4 * sequences)]
     blocks_at = [*accumulate((h[2] * num_tables for h in heads), initial=ids_at[-1])]
     queries = []
-    for (n, before, count, rows), i, start in zip(heads, ids_at, blocks_at):
+    states: list[StateSlots | None] = [None] * sequences
+    if num_states:
+        reads, writes = message[blocks_at[-1] :][:sequences], message[blocks_at[-1] + sequences :]
+        states = list(map(StateSlots, reads, writes))
+    for (n, before, count, rows), i, start, state in zip(heads, ids_at, blocks_at, states):
         blocks, *more_blocks = [message[b : b + count] for b in range(start, start + count * num_tables, count)]
-        queries.append(Query(message[i : i + n], before, blocks, None if rows < 0 else rows, more_blocks))
+        queries.append(Query(message[i : i + n], before, blocks, None if rows < 0 else rows, more_blocks, state))
     return queries

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from inferplane.engine.request.state import Request
 from inferplane.engine.schedule.tables import SequenceTables
 from inferplane.errors import CapacityError, UsageError
-from inferplane.kvcache import BlockAllocator, block_hashes
+from inferplane.kvcache import BlockAllocator, StatePool, block_hashes
 from inferplane.kvcache.tables import Windows
 from inferplane.types import FEW_TOKENS
 from inferplane.types.batch import Query
+from inferplane.types.state import StateSlots
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ class Scheduler:
         lookahead: tokens after a block that its hash covers too, because its entries depend on them.
         windows: the widest attention window of the layers of each block table, in tokens; None: a layer attends to all
             tokens.
+        states: the slots of recurrent layers' states; None: no layer keeps any. With them prefixes are not reused and
+            drafts not verified, because a state cannot return to an earlier token.
 
     Attributes: `tables`, the sequences' blocks; its `extend`, `extend_all` and `release_beyond` are here too.
     """
@@ -90,8 +93,10 @@ class Scheduler:
         root: Callable[[str], bytes] | None = None,
         lookahead: int = 0,
         windows: Windows = (None,),
+        states: StatePool | None = None,
     ) -> None:
-        self.allocator, self.block_tokens, self.limits, self.root = allocator, block_tokens, limits, root
+        self.allocator, self.block_tokens, self.limits, self.states = allocator, block_tokens, limits, states
+        self.root = root if states is None else None
         self.lookahead, self.tables = lookahead, SequenceTables(allocator, block_tokens, windows)
         self.extend, self.extend_all = self.tables.extend, self.tables.extend_all
         self.release_beyond, self.blocks_for = self.tables.release_beyond, self.tables.blocks_for
@@ -187,6 +192,8 @@ class Scheduler:
 
         Called after every decode token has its blocks: drafts never preempt a sequence.
         """
+        if self.states is not None:
+            return 0
         before = budget
         for key, s in chosen.items():
             request = s.request
@@ -218,8 +225,12 @@ class Scheduler:
             self._hash(request, request.tokens)
             # At least one token must be computed, for its logits.
             usable = request.hashes[: (request.tokens - 1) // self.block_tokens]
+        if self.states is not None and not self.states.available:
+            return False
         if not self.tables.admit(request, usable, max_tokens):
             return False
+        if self.states is not None:
+            request.state = self.states.allocate()
         if request.preemptions == 0:
             request.cached_tokens = request.computed
             self.prefix_queries_tokens += request.tokens
@@ -265,11 +276,18 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Release all blocks and drafts of a running sequence; it waits, and is computed again from its tokens."""
         self.running.remove(request)
-        self.tables.release_all(request)
+        self._release(request)
         request.computed, request.drafts = 0, []
         request.preemptions += 1
         self.preemptions += 1
         self.waiting.append(request)
+
+    def _release(self, request: Request) -> None:
+        """Give back all blocks and the state slots of a sequence."""
+        self.tables.release_all(request)
+        if self.states is not None and request.state is not None:
+            self.states.release(request.state)
+            request.state = None
 
     def queries(self, chosen: list[ScheduledChunk]) -> list[Query]:
         """The step as queries for `make_batch`. Logits are requested for the last known token and the drafts of
@@ -284,7 +302,7 @@ class Scheduler:
             num_logits: int | None = 1 + len(s.drafts) if s.samples_next else 0
             if r.params.prompt_logprobs is not None and r.computed < len(r.prompt) and not r.generated:
                 num_logits = None
-            out.append(Query(ids, r.computed, r.tables[0].blocks[:stop], num_logits, more_blocks))
+            out.append(Query(ids, r.computed, r.tables[0].blocks[:stop], num_logits, more_blocks, r.state))
         return out
 
     # -- after a step
@@ -297,6 +315,8 @@ class Scheduler:
         """
         request = chunk.request
         request.computed += chunk.count + accepted
+        if request.state is not None:
+            request.state = StateSlots(request.state.write, request.state.read)
         request.drafts = []  # they were guesses for positions that are decided now
         if self.root is not None:
             full = request.computed // self.block_tokens
@@ -318,7 +338,7 @@ class Scheduler:
         """Remove a request that ended, running or waiting, and release its blocks; its id may be used again."""
         if request in self.running:
             self.running.remove(request)
-            self.tables.release_all(request)
+            self._release(request)
             request.drafts = []
         elif request in self.waiting:
             self.waiting.remove(request)

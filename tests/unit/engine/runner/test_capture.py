@@ -20,7 +20,7 @@ from inferplane.engine.runner.capture import (
 )
 from inferplane.kvcache import paged_layout
 from inferplane.ops import Attention
-from inferplane.types import HOST, Backend, KVCache, KVRequest
+from inferplane.types import HOST, Backend, KVCache, KVRequest, StateSlots
 from inferplane.types.batch import Query, make_batch
 from inferplane_cpu.backend import CpuBackend
 
@@ -192,6 +192,13 @@ def test_sequences_shorter_than_a_bucket_s_tokens_run_as_they_are(made):
     known = batch_of([2, 1], 5)
     steps(replace(known, host_lens=None))
     assert steps.eager == 2, "nor where the host does not know"
+
+
+def test_steps_with_states_run_as_they_are(made):
+    backend, steps, _kv = made
+    batch = batch_of([1], 4, state=StateSlots(1, 2))
+    assert torch.equal(steps(batch)[0], steps.step(batch)[0])
+    assert (steps.eager, steps.replayed, backend.recorded) == (1, 0, [])
 
 
 def test_a_device_that_records_nothing(made):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from inferplane.engine.runner.options import RunnerOptions
 from inferplane.engine.runner.ranks import decode_queries, encode_batch, launcher_ranks, num_ranks
 from inferplane.errors import UsageError
+from inferplane.types import StateSlots
 from inferplane.types.batch import Query, make_batch
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
@@ -19,12 +20,13 @@ SEQUENCE = st.tuples(st.integers(1, 20), st.integers(0, 40), st.sampled_from([No
 @given(sequences=st.lists(SEQUENCE, min_size=1, max_size=6), data=st.data())
 def test_a_batch_is_made_again_from_its_numbers(sequences, data):
     made, used = [], 0
-    more_tables = data.draw(st.integers(0, 2))
+    more_tables, has_states = data.draw(st.integers(0, 2)), data.draw(st.booleans())
     for new, before, logits in sorted(sequences, key=lambda s: s[0] > 8):
         ids = data.draw(st.lists(st.integers(0, 2**40), min_size=new, max_size=new))
         count = -(-(new + before) // 16)
         tables = [list(range(start, start + count)) for start in range(used, used + count * (1 + more_tables), count)]
-        made.append(Query(ids, before, tables[0], logits, tables[1:]))
+        state = StateSlots(2 * len(made) + 1, 2 * len(made) + 2) if has_states else None
+        made.append(Query(ids, before, tables[0], logits, tables[1:], state))
         used += count * (1 + more_tables)
     batch = make_batch(made, block_tokens=16, device="cpu")
     again = make_batch(decode_queries(encode_batch(batch, 16)), block_tokens=16, device="cpu")
@@ -34,6 +36,9 @@ def test_a_batch_is_made_again_from_its_numbers(sequences, data):
     assert len(again.more_tables) == len(batch.more_tables) == more_tables
     for want_table, got_table in zip(batch.more_tables, again.more_tables):
         assert all(torch.equal(want, got) for want, got in zip(want_table, got_table))
+    assert (again.states is not None) == (batch.states is not None) == has_states
+    for want_slots, got_slots in zip(batch.states or (), again.states or ()):
+        assert torch.equal(want_slots, got_slots)
     assert (again.kind, again.host_lens) == (batch.kind, batch.host_lens)
 
 
