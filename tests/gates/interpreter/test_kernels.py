@@ -18,6 +18,8 @@ def cases():
         for sample in OPS[kernel.op].samples():
             if not set(sample.op.formats()) <= set(kernel.when.formats):
                 continue  # the plane expands such weights for it
+            if kernel.when.refuse_extensions(sample.op.extensions()):
+                continue  # the plane serves it with another kernel
             if not sample.op.kv_requests():
                 names = ["float32"] if kernel.op == "sample" else DTYPES  # logits are float32 in every plan
                 found += [(kernel, sample, name, None) for name in names]

@@ -18,8 +18,8 @@ from inferplane.models import SafetensorsFolder
 from inferplane.types.placement import WHOLE
 
 MOST_BYTES = 64 * 2**20
-MOST_S = 2.0
-"""Of this process's own time, which a busy machine doubles: the longest takes half a second on an idle one."""
+MOST_S = 1.0
+"""Of this process's own time; the longest takes half a second. A busy machine may double it: see `refused`."""
 
 
 def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
@@ -90,9 +90,15 @@ def attempt(call):
 
 
 def refused(call):
-    """The one typed error of a damaged checkpoint, raised within bounds."""
-    with within_bounds():
-        _, error = attempt(call)
+    """The one typed error of a damaged checkpoint, raised within bounds at the first or, on a busy machine, the second
+    attempt.
+    """
+    try:
+        with within_bounds():
+            _, error = attempt(call)
+    except AssertionError:
+        with within_bounds():
+            _, error = attempt(call)
     assert error is not None, "it was accepted"
     assert error.what.endswith(".") and error.remedy, error
     return str(error)
