@@ -9,7 +9,7 @@ import shutil
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty
@@ -96,16 +96,21 @@ def attack_once(kind: Kind, target: Target, draw: Random) -> Attack:
     return Attack(kind.name, started, time.monotonic(), statuses, wrong)
 
 
-def shuffled_kinds(draw: Random) -> Iterator[Kind]:
+def shuffled_kinds(draw: Random, kinds: Sequence[Kind] = KINDS) -> Iterator[Kind]:
     """Every kind once in random order, then again in another order, and so on."""
     while True:
-        yield from draw.sample(KINDS, len(KINDS))
+        yield from draw.sample(kinds, len(kinds))
 
 
-def _attack(target: Target, seed: int, pause_s: float, active: Any, busy: Any, found: Any) -> None:
+def kinds_of(only: str) -> list[Kind]:
+    """Kinds that send valid requests for "load", the others for "attack", every kind for ""."""
+    return [kind for kind in KINDS if not only or kind.is_load == (only == "load")]
+
+
+def _attack(target: Target, seed: int, pause_s: float, only: str, active: Any, busy: Any, found: Any) -> None:
     os.nice(19)  # other machines' clients take no processor from the server
     draw, lock = Random(seed), threading.Lock()
-    deck = shuffled_kinds(draw)
+    deck = shuffled_kinds(draw, kinds_of(only))
 
     def work() -> None:
         while True:
@@ -134,12 +139,13 @@ class Attackers:
         target: the server.
         seed: of the order of kinds, and of what each draws.
         pause_s: seconds that a client waits on average before it comes back as another kind.
+        only: see `kinds_of`.
     """
 
-    def __init__(self, target: Target, seed: int, pause_s: float = PAUSE_S) -> None:
+    def __init__(self, target: Target, seed: int, pause_s: float = PAUSE_S, only: str = "") -> None:
         context = multiprocessing.get_context("spawn")
         self._active, self._busy, self._found = context.Event(), context.Value("i", 0), context.Queue()
-        arguments = (target, seed, pause_s, self._active, self._busy, self._found)
+        arguments = (target, seed, pause_s, only, self._active, self._busy, self._found)
         self._process = context.Process(target=_attack, args=arguments, daemon=True)
         self.attacks: list[Attack] = []
 

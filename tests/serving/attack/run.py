@@ -2,6 +2,7 @@
 
     python -m tests.serving.attack.run                      # ten minutes; also `make test-attack`
     python -m tests.serving.attack.run --seconds 60 --seed 7
+    python -m tests.serving.attack.run --only load          # valid requests alone: what sharing a busy engine costs
 
 Clients of all kinds (`kinds.py`) come in random order, 40 at a time, in rounds; between rounds they are quiet, so that
 a well-behaved client's 99th percentile is compared with its own in the same minutes. The exit code is 1 when a bar is
@@ -127,13 +128,13 @@ def attack_in_rounds(server: Live, attackers: Attackers, probes: HealthProber, f
         print(f"round {number + 1} of {count}: {len(attackers.attacks)} attacks, lag {lag:.3f} s, {sizes}", flush=True)
 
 
-def run(seconds: float, seed: int, pause_s: float) -> tuple[list[Bar], list[str]]:
+def run(seconds: float, seed: int, pause_s: float, only: str = "") -> tuple[list[Bar], list[str]]:
     """Attack a server; the bars, and what went wrong beside them."""
     found = Measured()
     with tempfile.TemporaryDirectory() as folder, start_server(Path(folder)) as server:
         server.use_key(KEYS["good"])
         target, good, health = target_of(server), GoodClient(server, KEYS["good"]), HealthProber(server)
-        with Attackers(target, seed, pause_s) as attackers, Bystander() as bystander:
+        with Attackers(target, seed, pause_s, only) as attackers, Bystander() as bystander:
             attackers.attack(WARM_UP_S)  # libraries are loaded and caches filled at the first of each kind
             server_at_rest(server)
             found.start = resident_bytes(server)
@@ -187,9 +188,12 @@ def main() -> int:
     parser.add_argument(
         "--pause", type=float, default=PAUSE_S, help="seconds of a client between two attacks, on average"
     )
+    parser.add_argument(
+        "--only", choices=("load", "attack"), default="", help="kinds that send valid requests, or the others"
+    )
     args = parser.parse_args()
     print(f"seed {args.seed}", flush=True)
-    bars, wrong = run(args.seconds, args.seed, args.pause)
+    bars, wrong = run(args.seconds, args.seed, args.pause, args.only)
     for bar in bars:
         print(bar)
     for line, count in Counter(wrong).most_common(20):

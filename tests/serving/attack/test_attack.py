@@ -14,7 +14,7 @@ from random import Random
 
 import pytest
 
-from tests.serving.attack.attackers import KEYS, attack_once, shuffled_kinds, start_server, target_of
+from tests.serving.attack.attackers import KEYS, attack_once, kinds_of, shuffled_kinds, start_server, target_of
 from tests.serving.attack.kinds import KINDS, Kind
 from tests.serving.attack.probes import GoodClient, HealthProber, Repeated, Streamed, resident_bytes
 from tests.serving.attack.run import Bar, between
@@ -59,6 +59,9 @@ def test_kinds_are_many_and_each_names_its_class_of_advisories() -> None:
     assert len({kind.name for kind in KINDS}) == len(KINDS)
     assert all(re.match(r"CWE-\d+: \w", kind.advisory) for kind in KINDS)
     assert not [kind.name for kind in KINDS if kind.allowed & set(range(500, 600)) - {503}]
+    load, attack = kinds_of("load"), kinds_of("attack")
+    assert len(load) + len(attack) == len(kinds_of("")) and all(kind.is_load for kind in load)
+    assert load and attack and not set(load) & set(attack)
 
 
 def test_order_is_random_and_repeated_by_its_seed() -> None:
