@@ -155,6 +155,7 @@ INT8_ROW_WEIGHTS = (
 LINEAR_PATHS = ("attn.qkv", "attn.q_a", "attn.q_b", "attn.kv_a", "attn.o", "mlp.gate_up", "mlp.down")
 PACKS = {f"{path}.weight": PACKING for path in (*LINEAR_PATHS, "mlp.shared.gate_up", "mlp.shared.down")}
 PACKS |= {"mlp.experts.gate_up": PACKING, "mlp.experts.down": PACKING}
+DENSE_PACKS = {f"{path}.weight": PACKING for path in ("attn.qkv", "attn.o", "mlp.gate_up", "mlp.down")}
 PACKS_KV_B = {**PACKS, "attn.absorbed.kv_b": PACKING, "attn.expanded.kv_b.weight": PACKING}
 
 
@@ -199,7 +200,8 @@ INVARIANT: dict[str, Any] = {"batch_invariant": True}
 _declare("decoder_layer_batch_invariant", _when(("fp8_block",), "decode"), rank=RANK_BATCH_INVARIANT, **INVARIANT)
 # Not invariant: on AMX one token and two have other last bits than more, since bfloat16 weights are read row by row.
 _declare("decoder_layer", _when(("fp8_block",), "decode"), prepare=prepare_any_order)
-_declare("decoder_layer_panels", _when(PANEL_FORMATS, "decode", PACKED_WEIGHTS), packs=PACKS, **INVARIANT)
+EXPERTS: dict[str, Any] = {"ops": ("decoder_layer",), "packs": PACKS}
+_declare("decoder_layer_panels", _when(PANEL_FORMATS, "decode", PACKED_WEIGHTS), **EXPERTS, **INVARIANT)
 _declare(
     "decoder_layer_latent_panels",
     _when(PANEL_FORMATS, "decode", PACKED_WEIGHTS, kv_b=PACKED_KV_B),
@@ -208,7 +210,15 @@ _declare(
     **INVARIANT,
 )
 _declare("decoder_layer_many", _when(("fp8_block",), "mixed"))
-_declare("decoder_layer_many_panels", _when(PANEL_FORMATS, "mixed", PACKED_WEIGHTS), packs=PACKS)
-W8A8: dict[str, Any] = {"ops": ("decoder_layer",), "packs": PACKS, **INT8_ACTIVATIONS}
+_declare("decoder_layer_many_panels", _when(PANEL_FORMATS, "mixed", PACKED_WEIGHTS), **EXPERTS)
+# No family has experts or latents between norms before and after: no sample would hold their packing to anything.
+DENSE: dict[str, Any] = {"ops": ("residual_layer",), "packs": DENSE_PACKS}
+DENSE_PARTS = (
+    "grouped-query attention and a gated MLP",
+    _if_native(lambda op: op.attn.has_grouped_queries and op.mlp.is_gated_mlp),
+)
+_declare("decoder_layer_panels", _when(PANEL_FORMATS, "decode", PACKED_WEIGHTS, DENSE_PARTS), **DENSE, **INVARIANT)
+_declare("decoder_layer_many_panels", _when(PANEL_FORMATS, "mixed", PACKED_WEIGHTS), **DENSE)
+W8A8: dict[str, Any] = {**EXPERTS, **INT8_ACTIVATIONS}
 _declare("decoder_layer_w8a8", _when(INT8_ROW_FORMATS, "decode", INT8_ROW_WEIGHTS), **W8A8, **INVARIANT)
 _declare("decoder_layer_many_w8a8", _when(INT8_ROW_FORMATS, "mixed", INT8_ROW_WEIGHTS), **W8A8)
