@@ -22,29 +22,29 @@ MAX_SUBJECT = 72
 MAX_FILES_WITHOUT_BODY = 5
 VERBS = frozenset(
     """
-    Accept Adapt Add Address Adjust Align Allow Annotate Answer Apply Ask Assert Assign Attach Avoid Balance Batch Begin
-    Benchmark Bind Block Bound Break Bring Build Bump Cache Calculate Call Cap Capture Carry Catch Centralize Change
-    Check Choose Clarify Clean Clear Close Collapse Collect Combine Compare Compile Complete Compress Compute
-    Condense Configure Connect Consolidate Convert Copy Correct Count Cover Create Cut Cycle Deal Decide Declare
-    Decode Decouple Default Defer Define Delay Delete Deliver Demote Deprecate Derive Describe Detect Disable
-    Discard Divide Document Download Drain Draw Drop Dump Eliminate Embed Emit Emulate Enable Encode End Enforce
-    Ensure Evict Exclude Expand Expect Explain Export Expose Extend Extract Factor Fall Feed Fetch File Fill Filter Find
-    Finish Fit Fix Flatten Fold Follow Forbid Force Format Forward Free Freeze Fuse Gather Generalize Generate Get Give
-    Group Guard Handle Harden Hide Hoist Hold Honor Honour Ignore Implement Import Improve Include Increase Index
-    Infer Inherit Inline Insert Inspect Install Introduce Isolate Join Judge Keep Label Launch Lay Leave Let Lift
-    Limit Link Lint List Load Localize Lock Log Look Lower Make Map Mark Match Measure Memoize Mend Merge Mirror
-    Mock Move Name Narrow Normalize Note Observe Offer Omit Open Optimize Order Overlap Override Pack Pad
-    Parallelize Parse Partition Pass Permit Pin Pipeline Plan Plant Plug Point Port Prefer Prefetch Prefix Prepare
-    Preserve Prevent Print Probe Process Profile Promise Promote Propagate Protect Prove Provide Prune Publish Pull
-    Put Quantize Quarantine Quote Raise Read Rebuild Recognize Recompute Record Reduce Refactor Refuse Regenerate
-    Register Reject Relax Release Reload Remember Remove Rename Render Reorder Reorganize Repair Repeat Rephrase
-    Replace Report Require Reserve Reset Reshape Resolve Respect Restore Restrict Restructure Retire Retry Return
-    Reuse Revert Review Revise Reword Rewrite Roll Rotate Round Route Run Sample Save Say Scale Scan Schedule Select
-    Send Separate Serve Set Settle Shape Shard Share Ship Shorten Show Shrink Signal Simplify Skip Sort Specialize
-    Specify Speed Spell Split Stabilize Stage Standardize Start State Stop Store Stream Strip Structure Style
-    Substitute Support Suppress Swap Switch Sync Synchronize Take Teach Tell Test Throttle Tidy Tie Tighten Time
-    Trace Track Translate Trim Try Tune Turn Type Unblock Unify Unpack Unwrap Update Upgrade Use Validate Vectorize
-    Verify Wait Walk Warm Warn Widen Wire Wrap Write Yield
+    Accept Adapt Add Address Adjust Align Allow Annotate Answer Apply Ask Assert Assign Attach Attack Avoid Balance
+    Batch Begin Benchmark Bind Block Bound Break Bring Build Bump Cache Calculate Call Cap Capture Carry Catch
+    Centralize Change Check Choose Clarify Clean Clear Close Collapse Collect Combine Compare Compile Complete
+    Compress Compute Condense Configure Connect Consolidate Convert Copy Correct Count Cover Create Cut Cycle Deal
+    Decide Declare Decode Decouple Default Defer Define Delay Delete Deliver Demote Deprecate Derive Describe Detect
+    Disable Discard Divide Document Download Drain Draw Drop Dump Eliminate Embed Emit Emulate Enable Encode End
+    Enforce Ensure Evict Exclude Expand Expect Explain Export Expose Extend Extract Factor Fall Feed Fetch File Fill
+    Filter Find Finish Fit Fix Flatten Fold Follow Forbid Force Format Forward Free Freeze Fuse Gather Generalize
+    Generate Get Give Group Guard Handle Harden Hide Hoist Hold Honor Honour Ignore Implement Import Improve Include
+    Increase Index Infer Inherit Inline Insert Inspect Install Introduce Isolate Join Judge Keep Label Launch Lay
+    Leave Let Lift Limit Link Lint List Load Localize Lock Log Look Lower Make Map Mark Match Measure Memoize Mend
+    Merge Mirror Mock Move Name Narrow Normalize Note Observe Offer Omit Open Optimize Order Overlap Override Pack
+    Pad Parallelize Parse Partition Pass Permit Pin Pipeline Plan Plant Plug Point Port Prefer Prefetch Prefix
+    Prepare Preserve Prevent Print Probe Process Profile Promise Promote Propagate Protect Prove Provide Prune
+    Publish Pull Put Quantize Quarantine Quote Raise Read Rebuild Recognize Recompute Record Reduce Refactor Refuse
+    Regenerate Register Reject Relax Release Reload Remember Remove Rename Render Reorder Reorganize Repair Repeat
+    Rephrase Replace Report Require Reserve Reset Reshape Resolve Respect Restore Restrict Restructure Retire Retry
+    Return Reuse Revert Review Revise Reword Rewrite Roll Rotate Round Route Run Sample Save Say Scale Scan Schedule
+    Select Send Separate Serve Set Settle Shape Shard Share Ship Shorten Show Shrink Signal Simplify Skip Sort
+    Specialize Specify Speed Spell Split Stabilize Stage Standardize Start State Stop Store Stream Strip Structure
+    Style Substitute Support Suppress Swap Switch Sync Synchronize Take Teach Tell Test Throttle Tidy Tie Tighten
+    Time Trace Track Translate Trim Try Tune Turn Type Unblock Unify Unpack Unwrap Update Upgrade Use Validate
+    Vectorize Verify Wait Walk Warm Warn Widen Wire Wrap Write Yield
     """.split()  # noqa: SIM905 - a list of quoted words is hard to read
 )
 _TRAILER = re.compile(r"^[A-Z][\w-]+: \S")
