@@ -119,7 +119,7 @@ def cycle(runner: Runner, sequences: int, drafts: int, kinds: tuple[int, ...] = 
     config = SpeculativeConfig("mtp", drafts)
     whole = VerifyAndDraft(lambda b: bound(b, cache), lambda b, h: layer(h, b, kv), sampler, config, cache.block_tokens)
     width = CONTEXT // cache.block_tokens
-    inputs = InputBucket.of(Size(sequences, 1 + drafts), width, cache.block_tokens, META).inputs
+    inputs = InputBucket.of(Size(sequences, 1 + drafts), width, cache.block_tokens, META, cache.num_tables).inputs
     return _taken(lambda: whole(inputs, CaptureForm(drafts, kinds)))
 
 
