@@ -90,8 +90,8 @@ extern "C" {
 
 const int32_t *ip_struct_bytes(void) {
   static const int32_t bytes[] = {sizeof(ip_matrix),  sizeof(ip_cache), sizeof(ip_batch), sizeof(ip_norm),
-                                  sizeof(ip_latent),  sizeof(ip_experts), sizeof(ip_layer), sizeof(ip_sampling),
-                                  sizeof(ip_step),    sizeof(ip_model), sizeof(ip_model_io)};
+                                  sizeof(ip_latent),  sizeof(ip_clamped_gate), sizeof(ip_experts), sizeof(ip_layer),
+                                  sizeof(ip_sampling), sizeof(ip_step), sizeof(ip_model), sizeof(ip_model_io)};
   return bytes;
 }
 
@@ -123,7 +123,7 @@ const char *ip_time_phases(int64_t *ns) {
 }
 
 int64_t ip_packed_bytes(const ip_matrix *w) { return packed_weight_bytes(*w); }
-void ip_pack_weight(const ip_matrix *w, const int8_t *values, uint8_t *out) { pack_weight(*w, values, out); }
+int ip_pack_weight(const ip_matrix *w, const int8_t *values, uint8_t *out) { return pack_weight(*w, values, out); }
 
 void ip_linear(const ip_matrix *w, const ip_bf16 *x, int64_t ldx, int64_t m, void *y, int64_t ldy, int wide) {
   kernels().linear(w, x, ldx, m, y, ldy, wide);
@@ -174,9 +174,10 @@ void ip_mla(const ip_bf16 *q_nope, const int64_t *nope_strides, const ip_bf16 *q
             out);
 }
 
-int ip_moe(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts, const ip_bf16 *x, int64_t ldx, int64_t m,
-           const int64_t *ids, const float *weights, int64_t top, ip_bf16 *out) {
-  return kernels().moe(gate_up, down, experts, x, ldx, m, ids, weights, top, out);
+int ip_moe(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts, const ip_clamped_gate *clamped,
+           const ip_bf16 *x, int64_t ldx, int64_t m, const int64_t *ids, const float *weights, int64_t top,
+           ip_bf16 *out) {
+  return kernels().moe(gate_up, down, experts, clamped, x, ldx, m, ids, weights, top, out);
 }
 
 int ip_decoder_layers(const ip_layer *const *layers, const ip_cache *caches, int64_t count, const ip_step *step,

@@ -26,7 +26,10 @@ enum ip_kind {
   // As IP_BF16, for products whose summation order may depend on the number of rows, where that reads memory faster:
   // then a row's result depends on how many rows come with it.
   IP_BF16_REORDERABLE = 5,
-  IP_KINDS = 6,  // how many kinds there are
+  // data: as IP_INT4, but nibbles are MXFP4's entries (e2m1; the highest bit is the sign). Each stands for twice its
+  // value, an integer from -12 to 12.
+  IP_MXFP4 = 6,
+  IP_KINDS = 7,  // how many kinds there are
 };
 
 // Activation functions: x / (1 + exp(-x)), GELU by the error function and by tanh, max(x, 0)^2.
@@ -35,14 +38,16 @@ enum ip_activation { IP_SILU = 0, IP_GELU = 1, IP_GELU_TANH = 2, IP_RELU2 = 3 };
 // A weight [n, k].
 typedef struct {
   int32_t kind;
-  // IP_INT8, IP_INT4: columns that share a scale, a multiple of 32 up to 128; 0: one scale per row. IP_FP8: rows that
-  // share one.
+  // IP_INT8, IP_INT4, IP_MXFP4: columns that share a scale, a multiple of 32 up to 128; 0: one scale per row. IP_FP8:
+  // rows that share one.
   int32_t group;
   int64_t n, k, ld;
   const void *data;
-  const float *scale;  // IP_INT8, IP_INT4: [ceil(n / 16), groups, 16]; IP_FP8: by blocks
+  const float *scale;  // IP_INT8, IP_INT4, IP_MXFP4: [ceil(n / 16), groups, 16]; IP_FP8: by blocks
   const ip_bf16 *scale_f16;  // IP_INT8, IP_INT4: the same as float16, used if `scale` is null
   const ip_bf16 *bias;  // [n] or null
+  // IP_MXFP4: scales that are powers of two as the exponent bits of float32, used if `scale` is null.
+  const uint8_t *scale_exponent;
 } ip_matrix;
 
 // One layer's paged KV cache. Position p of a sequence is in slot table[p / block] * block + p % block, where `table`
@@ -78,6 +83,12 @@ typedef struct {
   int64_t nope, rope, value, latent;
 } ip_latent;
 
+// A clamped gate of experts, as op clamped_experts has it: rows of gate_up alternate, gate, up, gate, up, ..., and the
+// gated result of g and u is (clamp(u, -limit, limit) + 1) g' / (1 + exp(-alpha g')), g' = min(g, limit).
+typedef struct {
+  float alpha, limit;
+} ip_clamped_gate;
+
 // Routed experts: a router, how it chooses `top` of the experts, and one matrix per expert.
 typedef struct {
   ip_matrix router;
@@ -89,6 +100,7 @@ typedef struct {
   // Scores are sigmoids (else a softmax); a group ranks by its best two experts (else its best one); weights are
   // divided by their sum.
   int32_t sigmoid, best_two, renormalize;
+  const ip_clamped_gate *clamped;  // or null: IP_SILU, and rows of gate_up are gate, then up
 } ip_experts;
 
 // A decoder layer: pre-norm; grouped-query or latent attention; then a gated MLP, experts, or both, whose results are
@@ -106,7 +118,7 @@ typedef struct {
   // With many tokens, quantized weights and attention's weights may be rounded to bf16, which is faster; then a row's
   // result depends on how many rows come with it.
   int32_t rounded;
-  int32_t activation;  // of the gated MLP that all tokens take; experts have IP_SILU
+  int32_t activation;  // of the gated MLP that all tokens take; ip_experts says which one experts have
   float softcap;  // of grouped queries' attention, as in ip_attention
   const float *sinks;  // [heads], or null: the same
   const ip_latent *latent;  // or null: grouped queries. If set, kv_heads is 1, and qkv, q_norm and k_norm are not read
@@ -149,13 +161,13 @@ typedef struct {
   ip_bf16 *hidden;  // out: [tokens, width], the results of the last norm
 } ip_model_io;
 
-// Sizes in bytes of the structs matrix, cache, batch, norm, latent, experts, layer, sampling, step, model, model_io, in
-// this order, so that a caller can check that it declares the same ones. The array is static.
+// Sizes in bytes of the structs matrix, cache, batch, norm, latent, clamped_gate, experts, layer, sampling, step,
+// model, model_io, in this order, so that a caller can check that it declares the same ones. The array is static.
 const int32_t *ip_struct_bytes(void);
 // IP_KINDS of the library, for the same purpose.
 int ip_num_kinds(void);
 // Number of the functions' signatures, which grows with every change of one: a caller of another number must not call.
-#define IP_SIGNATURES 3
+#define IP_SIGNATURES 4
 int ip_signatures(void);
 
 // -- instruction sets and threads
@@ -188,8 +200,9 @@ void ip_dequantize_rows(const ip_matrix *w, int64_t first, int64_t last, ip_bf16
 void ip_gather_rows(const ip_matrix *w, const int64_t *ids, int64_t count, ip_bf16 *out);
 // How many bytes `data` of a weight in panels has; reads kind, group, n and k of w.
 int64_t ip_packed_bytes(const ip_matrix *w);
-// Writes int8 entries [n, k] (int4: -8 .. 7) as panels to `out`, ip_packed_bytes(w) bytes.
-void ip_pack_weight(const ip_matrix *w, const int8_t *values, uint8_t *out);
+// Writes int8 entries [n, k] (int4: -8 .. 7) as panels to `out`, ip_packed_bytes(w) bytes. Returns 1; 0 if w is
+// IP_MXFP4 and an entry is none that it has.
+int ip_pack_weight(const ip_matrix *w, const int8_t *values, uint8_t *out);
 
 // -- row by row
 
@@ -228,9 +241,11 @@ void ip_mla(const ip_bf16 *q_nope, const int64_t *nope_strides, const ip_bf16 *q
 // -- experts
 
 // out[m, d] = per token, the sum of its `top` experts' gated MLPs times `weights`. gate_up and down have one matrix per
-// expert; ids and weights are [m, top]. Returns 0; -1 if an id is none of 0 .. experts - 1, and out is not written.
-int ip_moe(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts, const ip_bf16 *x, int64_t ldx, int64_t m,
-           const int64_t *ids, const float *weights, int64_t top, ip_bf16 *out);
+// expert; ids and weights are [m, top]; `clamped` as in ip_experts. Returns 0; -1 if an id is none of 0 .. experts - 1,
+// and out is not written.
+int ip_moe(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts, const ip_clamped_gate *clamped,
+           const ip_bf16 *x, int64_t ldx, int64_t m, const int64_t *ids, const float *weights, int64_t top,
+           ip_bf16 *out);
 // Chooses the experts of m tokens from logits [m, experts]: writes ids and weights [m, top]. Of `x` it reads neither
 // the router nor the experts' matrices. x->experts is at most 1024.
 void ip_route_experts(const ip_experts *x, const float *logits, int64_t m, int64_t *ids, float *weights);

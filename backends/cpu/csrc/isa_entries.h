@@ -149,14 +149,14 @@ void mla_entry(const bf16 *q_nope, const int64_t *nope_strides, const bf16 *q_ro
 
 // `ip_moe`: routed experts, kMaxMoeTokens tokens at a time, to `out` [m, width]; -1, and nothing is written, if an id
 // is none of 0 .. experts - 1.
-int moe_entry(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts, const bf16 *x, int64_t ldx, int64_t m,
-              const int64_t *ids, const float *weights, int64_t top, bf16 *out) {
+int moe_entry(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts, const ip_clamped_gate *clamped,
+              const bf16 *x, int64_t ldx, int64_t m, const int64_t *ids, const float *weights, int64_t top, bf16 *out) {
   for (int64_t p = 0; p < m * top; p++)
     if (ids[p] < 0 || ids[p] >= experts) return -1;
   int64_t inner = down->k, width = down->n;
   for (int64_t t = 0; t < m; t += kMaxMoeTokens) {
     MoeArgs part = {gate_up, down, experts, min64(kMaxMoeTokens, m - t), top, inner, width, x + t * ldx, ldx,
-                    ids + t * top, weights + t * top, out + t * width, nullptr, nullptr, 0, nullptr, nullptr};
+                    ids + t * top, weights + t * top, out + t * width, clamped, nullptr, nullptr, 0, nullptr, nullptr};
     reserve_moe(part, workspace(kExpertPairs));
     plan_moe(part);
     run_on_team(part.tokens * top * inner * width / 2, [&](Team &team) { moe(team, part); });

@@ -28,7 +28,7 @@ TILES = ("avx2", "avx512_bf16", "amx")
 """Instruction sets with products and attention for many tokens (csrc/attention/prefill.h)."""
 FASTER_THAN_ONEDNN = ("avx2", "amx")
 """Instruction sets whose products with many rows are faster than oneDNN's, which has none in bf16 on AVX2."""
-KINDS = BF16, INT8, INT4, FP8, W8A8, BF16_REORDERABLE = range(6)
+KINDS = BF16, INT8, INT4, FP8, W8A8, BF16_REORDERABLE, MXFP4 = range(7)
 """Kinds of `Matrix`, as in csrc/inferplane_cpu.h."""
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
 """Activation functions (`ip_activation`) by the names of op `activation_mul`."""
@@ -45,7 +45,7 @@ class Matrix(Structure):
     _fields_ = [
         *_of(c_int32, "kind", "group"),
         *_of(c_int64, "n", "k", "ld"),
-        *_of(c_void_p, "data", "scale", "scale_f16", "bias"),
+        *_of(c_void_p, "data", "scale", "scale_f16", "bias", "scale_exponent"),
     ]
 
 
@@ -83,6 +83,12 @@ class Latent(Structure):
     ]
 
 
+class ClampedGate(Structure):
+    """`ip_clamped_gate`: the gate of op `clamped_experts`."""
+
+    _fields_ = _of(c_float, "alpha", "limit")
+
+
 class Experts(Structure):
     """`ip_experts`: a router, how it chooses, and the experts' matrices."""
 
@@ -92,6 +98,7 @@ class Experts(Structure):
         *_of(c_int64, "experts", "top", "groups", "top_groups"),
         ("factor", c_float),
         *_of(c_int32, "sigmoid", "best_two", "renormalize"),
+        ("clamped", c_void_p),
     ]
 
 
@@ -155,7 +162,7 @@ class ModelIO(Structure):
     ]
 
 
-_STRUCTS = (Matrix, Cache, RaggedBatch, Norm, Latent, Experts, Layer, Sampling, Step, Model, ModelIO)
+_STRUCTS = (Matrix, Cache, RaggedBatch, Norm, Latent, ClampedGate, Experts, Layer, Sampling, Step, Model, ModelIO)
 """In the order of `ip_struct_bytes`."""
 _P, _I = c_void_p, c_int64
 _MATRIX, _CACHE, _BATCH, _STEP = POINTER(Matrix), POINTER(Cache), POINTER(RaggedBatch), POINTER(Step)
@@ -168,7 +175,7 @@ def _init_thread() -> None:
     torch.get_num_threads()
 
 
-SIGNATURES = 3
+SIGNATURES = 4
 """IP_SIGNATURES of the library that is called here: it grows with every change of a function's arguments."""
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_select_isa": (c_int, c_char_p),
@@ -184,14 +191,14 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_dequantize_rows": (None, _MATRIX, _I, _I, _P),
     "ip_gather_rows": (None, _MATRIX, _P, _I, _P),
     "ip_packed_bytes": (_I, _MATRIX),
-    "ip_pack_weight": (None, _MATRIX, _P, _P),
+    "ip_pack_weight": (c_int, _MATRIX, _P, _P),
     "ip_rms_norm": (None, _P, _I, _P, POINTER(Norm), _I, _I, _P, _P),
     "ip_activation_mul": (None, _P, _I, _I, _I, c_int, _P),
     "ip_rope": (None, _P, _I, _I, _P, _P, _I, _I, _I, c_int, _P),
     "ip_attention": (None, _P, _BATCH, _CACHE, _I, _I, _I, _I, c_float, _I, _P, c_float, _P),
     "ip_attention_prefill": (c_int, _P, _BATCH, _CACHE, _I, _I, _I, _I, c_float, _I, _P, c_float, _P),
     "ip_mla": (None, _P, _P, _P, _P, _MATRIX, _BATCH, _CACHE, _I, _I, _I, _I, _I, c_float, _P),
-    "ip_moe": (c_int, _MATRIX, _MATRIX, _I, _P, _I, _I, _P, _P, _I, _P),
+    "ip_moe": (c_int, _MATRIX, _MATRIX, _I, _P, _P, _I, _I, _P, _P, _I, _P),
     "ip_route_experts": (None, POINTER(Experts), _P, _I, _P, _P),
     "ip_sample": (None, POINTER(Sampling), _P),
     "ip_read_memory": (_I, _P, _I),

@@ -70,7 +70,7 @@ T *keep(Stored &s, int64_t n) {
 
 Stored weight(int kind, int group, int64_t n, int64_t k) {
   Stored s = {};
-  s.m = {kind, group, n, k, k, nullptr, nullptr, nullptr, nullptr};
+  s.m = {kind, group, n, k, k, nullptr, nullptr, nullptr, nullptr, nullptr};
   s.values.resize((size_t)(n * k));
   if (kind == IP_BF16 || kind == IP_BF16_REORDERABLE) {
     ip_bf16 *data = keep<ip_bf16>(s, n * k);
@@ -93,25 +93,28 @@ Stored weight(int kind, int group, int64_t n, int64_t k) {
     s.m.data = data, s.m.scale = scale;
   } else {
     int top = kind == IP_INT4 ? 7 : 127;
+    const int fours[] = {0, 1, 2, 3, 4, 6, 8, 12};
     int64_t groups = group ? (k + group - 1) / group : 1, panels = (n + 15) / 16;
     float *scale = keep<float>(s, panels * groups * 16);
     for (int64_t i = 0; i < panels * groups * 16; i++) scale[i] = drawn();
     Array<int8_t> entries(n * k);
     for (int64_t i = 0; i < n * k; i++) {
       int64_t row = i / k, g = group ? i % k / group : 0;
-      entries[i] = (int8_t)lrintf(drawn() * (float)top);
+      float number = drawn();
+      entries[i] = (int8_t)lrintf(number * (float)top);
+      if (kind == IP_MXFP4) entries[i] = (int8_t)((number < 0 ? -1 : 1) * fours[(int)(fabsf(number) * 7.99f)]);
       s.values[(size_t)i] = (float)entries[i] * scale[(row / 16 * groups + g) * 16 + row % 16];
     }
     s.m.scale = scale;
     uint8_t *packed = keep<uint8_t>(s, ip_packed_bytes(&s.m));
-    ip_pack_weight(&s.m, entries, packed);
+    expect(ip_pack_weight(&s.m, entries, packed) == 1, "packing");
     s.m.data = packed;
   }
   return s;
 }
 
 void products() {
-  const int kinds[][2] = {{IP_BF16, 0}, {IP_BF16_REORDERABLE, 0}, {IP_FP8, 128}, {IP_FP8, 24}, {IP_INT8, 0}, {IP_INT8, 64}, {IP_INT8, 128}, {IP_INT4, 32}, {IP_INT4, 96}, {IP_INT4, 0}, {IP_W8A8, 0}};
+  const int kinds[][2] = {{IP_BF16, 0}, {IP_BF16_REORDERABLE, 0}, {IP_FP8, 128}, {IP_FP8, 24}, {IP_INT8, 0}, {IP_INT8, 64}, {IP_INT8, 128}, {IP_INT4, 32}, {IP_INT4, 96}, {IP_INT4, 0}, {IP_MXFP4, 32}, {IP_W8A8, 0}};
   const int64_t sizes[][3] = {{1, 1, 1}, {3, 17, 31}, {16, 33, 160}, {37, 70, 257}, {70, 200, 96}, {85, 144, 300}, {1, 37, 530}, {2, 33, 512}, {66, 33, 513}};
   for (auto &kind : kinds)
     for (auto &size : sizes) {
@@ -255,7 +258,8 @@ void attention(bool coded) {
 }
 
 void experts() {
-  const int kinds[][2] = {{IP_BF16, 0}, {IP_BF16_REORDERABLE, 0}, {IP_FP8, 128}, {IP_INT8, 0}, {IP_INT4, 32}, {IP_W8A8, 0}};
+  const int kinds[][2] = {{IP_BF16, 0}, {IP_BF16_REORDERABLE, 0}, {IP_FP8, 128}, {IP_INT8, 0}, {IP_INT4, 32}, {IP_MXFP4, 32}, {IP_W8A8, 0}};
+  const ip_clamped_gate gate = {1.7f, 0.5f};
   for (auto &kind : kinds)
     for (int64_t inner : {37, 48}) {
       int64_t width = kind[0] == IP_BF16_REORDERABLE ? 530 : 33;
@@ -263,6 +267,11 @@ void experts() {
       std::vector<ip_matrix> ups, downs;
       for (int e = 0; e < 5; e++) {
         up.push_back(weight(kind[0], kind[1], 2 * inner, width)), down.push_back(weight(kind[0], kind[1], width, inner));
+        for (Stored *w : {&up.back(), &down.back()}) {
+          ip_bf16 *bias = keep<ip_bf16>(*w, w->m.n);
+          for (int64_t i = 0; i < w->m.n; i++) bias[i] = narrow(drawn());
+          w->m.bias = bias;
+        }
         ups.push_back(up.back().m), downs.push_back(down.back().m);
       }
       for (int64_t m : {1, 70, 300}) {
@@ -270,10 +279,11 @@ void experts() {
         Array<int64_t> ids(m * 2);
         Array<float> weights(m * 2);
         for (int64_t i = 0; i < 2 * m; i++) ids[i] = i % 4, weights[i] = 0.5f;
-        expect(ip_moe(ups.data(), downs.data(), 5, x, width, m, ids, weights, 2, out) == 0, "experts");
+        expect(ip_moe(ups.data(), downs.data(), 5, nullptr, x, width, m, ids, weights, 2, out) == 0, "experts");
+        expect(ip_moe(ups.data(), downs.data(), 5, &gate, x, width, m, ids, weights, 2, out) == 0, "clamped experts");
         for (int64_t wrong : {-1, 5, 1 << 30}) {
           ids[2 * m - 1] = wrong;
-          expect(ip_moe(ups.data(), downs.data(), 5, x, width, m, ids, weights, 2, out) == -1, "an expert that is none");
+          expect(ip_moe(ups.data(), downs.data(), 5, nullptr, x, width, m, ids, weights, 2, out) == -1, "an expert that is none");
         }
       }
     }

@@ -15,7 +15,7 @@ from inferplane.binding.choice import Choice, Dequantize, Options
 from inferplane.binding.resolver import Resolver
 from inferplane.errors import BindError, KernelError, first_of
 from inferplane.ops import OPS, Op
-from inferplane.ops.formats import FORMATS
+from inferplane.ops.formats import FORMATS, dense_bits
 from inferplane.renamed import old_names
 from inferplane.types import (
     CANONICAL,
@@ -141,7 +141,7 @@ class Plan:
         """Bytes of one weight in one packing, without the packing's padding."""
         used = self.packings.get(id(weight), {}).get(packing)
         if used is not None and used.dense and weight.format in FORMATS:
-            return math.prod(weight.shape) * FORMATS[weight.format][1] // 8
+            return math.prod(weight.shape) * dense_bits(weight.format) // 8
         if used is not None and used.dequantized:
             weight = replace(weight, format=PLAIN)
         return weight.nbytes(self.settings.dtype)

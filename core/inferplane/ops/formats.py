@@ -31,6 +31,11 @@ MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12)
 """Twice the magnitudes of the floating-point format e2m1, by its lower three bits."""
 
 
+def dense_bits(format: str) -> int:
+    """Bits of an entry of one of `FORMATS` where entries share bytes."""
+    return 4 if format == "mxfp4" else FORMATS[format][1]
+
+
 def limit(dtype: torch.dtype, bits: int) -> float:
     """Largest magnitude of a format: 448 for FP8 e4m3, 127 for int8, 7 for int4."""
     return FP8_MAX if dtype is FP8 else float(2 ** (bits - 1) - 1)

@@ -198,7 +198,7 @@ inline void run_experts(Team &team, const ip_layer &layer, int64_t m, const bf16
   MoeArgs moe = buffers.moe;
   moe.gate_up = r.gate_up, moe.down = r.down, moe.experts = r.experts, moe.tokens = m, moe.top = r.top;
   moe.inner = r.down->k, moe.width = width, moe.x = x, moe.ldx = width;
-  moe.ids = buffers.ids, moe.weights = buffers.weights, moe.out = out;
+  moe.ids = buffers.ids, moe.weights = buffers.weights, moe.out = out, moe.clamped = r.clamped;
   team.for_each_chunk(1, 1, [&](int64_t, int64_t) {
     for (int64_t i = 0; i < m; i++)
       route_token(r, buffers.logits + i * r.experts, buffers.ids + i * r.top, buffers.weights + i * r.top);

@@ -23,6 +23,7 @@ struct MoeArgs {
   const int64_t *ids;  // [tokens, top], each of 0 .. experts - 1
   const float *weights;
   bf16 *out;  // [tokens, width]
+  const ip_clamped_gate *clamped;  // of gate_up whose rows alternate; null: silu, rows are gate, then up
   // Made by plan_moe.
   int64_t *order;  // pairs (token * top + choice), sorted by expert
   MoeTask *tasks;
@@ -61,8 +62,23 @@ inline bool mostly_row_by_row(const MoeArgs &moe, const ip_matrix &w) {
   return streams_row_by_row(w, moe.tokens * moe.top / max64(1, moe.count));
 }
 
-// moe.hidden [pairs, inner] = silu(x gate^T) * (x up^T) of every pair (token * top + choice), with its expert's
-// gate_up. Every thread of the team calls it; complete after the next `barrier`.
+// to[c] = the gated result of pairs[2 c] and pairs[2 c + 1], for n of them, as `ip_clamped_gate` defines it.
+inline void clamp_gate(const float *pairs, int64_t n, const ip_clamped_gate &by, bf16 *to) {
+  const Floats most = splat_floats(by.limit), least = -most;
+  for (int64_t c = 0; c < n; c += kRegisterLanes) {
+    float gates[kRegisterLanes] = {}, ups[kRegisterLanes] = {};
+    int64_t have = min64(kRegisterLanes, n - c);
+    for (int64_t l = 0; l < have; l++) gates[l] = pairs[2 * (c + l)], ups[l] = pairs[2 * (c + l) + 1];
+    Floats gate = load<Floats>(gates), up = load<Floats>(ups);
+    gate = gate > most ? most : gate;
+    up = up > most ? most : up, up = up < least ? least : up;
+    store_floats(to + c, (up + 1.0f) * (gate / (1.0f + vexp(gate * -by.alpha))), have);
+  }
+}
+
+// moe.hidden [pairs, inner] = the gated result of every pair (token * top + choice), with its expert's gate_up:
+// silu(x gate^T) * (x up^T), or as moe.clamped says. Every thread of the team calls it; complete after the next
+// `barrier`.
 inline void moe_gate_up(Team &team, const MoeArgs &moe) {
   int64_t laid_task = -1, laid_token = -1;  // a token that is alone with several experts is laid out once
   Activations laid = {};
@@ -70,7 +86,7 @@ inline void moe_gate_up(Team &team, const MoeArgs &moe) {
       gated_rows_per_chunk(moe.gate_up[0], mostly_row_by_row(moe, moe.gate_up[0]), moe.inner, moe.count, team.count);
   int64_t chunks = (moe.inner + chunk - 1) / chunk;
   // Panels begin at multiples of 16 rows; if the up rows do not, all rows are taken at once.
-  bool straddles = is_in_panels(moe.gate_up[0]) && moe.inner % kLanes;
+  bool straddles = !moe.clamped && is_in_panels(moe.gate_up[0]) && moe.inner % kLanes;
   if (straddles) chunk = round_up(moe.inner, 16), chunks = 1;
   team.for_each_chunk(moe.count * chunks, 1, [&](int64_t first, int64_t last) {
     for (int64_t u = first; u < last; u++) {
@@ -78,7 +94,8 @@ inline void moe_gate_up(Team &team, const MoeArgs &moe) {
       const ip_matrix &w = moe.gate_up[t.expert];
       int64_t token = t.count == 1 ? moe.order[t.first] / moe.top : -1;
       if (token < 0 ? laid_task != u / chunks : laid_token != token) {
-        laid = lay_out_activations(w, t.count, u % chunks * chunk, streams_row_by_row(w, t.count),
+        laid = lay_out_activations(w, t.count, u % chunks * chunk * (moe.clamped ? 2 : 1),
+                       streams_row_by_row(w, t.count),
                        [&](int64_t r) { return moe.x + moe.order[t.first + r] / moe.top * moe.ldx; });
         laid_task = u / chunks, laid_token = token;
       }
@@ -86,6 +103,14 @@ inline void moe_gate_up(Team &team, const MoeArgs &moe) {
       int64_t ld = straddles ? round_up(w.n, 16) : chunk;
       float *gate = workspace(kProductSums)->reserve<float>(2 * t.count * (ld + kLanes)),
             *up = gate + t.count * (ld + kLanes);
+      if (moe.clamped) {
+        multiply_rows(w, 2 * j, 2 * (j + n), laid, gate, 2 * ld);
+        for (int64_t i = 0; i < t.count; i++) {
+          add_bias(w, 2 * j, 2 * n, gate + i * 2 * ld);
+          clamp_gate(gate + i * 2 * ld, n, *moe.clamped, moe.hidden + moe.order[t.first + i] * moe.inner + j);
+        }
+        continue;
+      }
       if (straddles) {
         multiply_rows(w, 0, w.n, laid, gate, ld);
         up = gate + moe.inner;
@@ -95,6 +120,7 @@ inline void moe_gate_up(Team &team, const MoeArgs &moe) {
       }
       for (int64_t i = 0; i < t.count; i++) {
         bf16 *to = moe.hidden + moe.order[t.first + i] * moe.inner + j;
+        add_bias(w, j, n, gate + i * ld), add_bias(w, moe.inner + j, n, up + i * ld);
         for (int64_t c = 0; c < n; c += kRegisterLanes)
           store_floats(to + c, silu(load_floats(gate + i * ld + c, n - c)) * load_floats(up + i * ld + c, n - c),
                        n - c);
@@ -103,8 +129,8 @@ inline void moe_gate_up(Team &team, const MoeArgs &moe) {
   });
 }
 
-// moe.results [pairs, width] = hidden down^T of every pair in float32, with its expert's down, without weights. Every
-// thread of the team calls it; complete after the next `barrier`.
+// moe.results [pairs, width] = hidden down^T of every pair in float32, with its expert's down and its bias, without
+// weights. Every thread of the team calls it; complete after the next `barrier`.
 inline void moe_down(Team &team, const MoeArgs &moe) {
   int64_t laid_task = -1;
   Activations laid = {};
@@ -122,8 +148,10 @@ inline void moe_down(Team &team, const MoeArgs &moe) {
       int64_t j = u % down_chunks * down_chunk, n = min64(down_chunk, moe.width - j);
       float *sums = workspace(kProductSums)->reserve<float>(t.count * (down_chunk + kLanes));
       multiply_rows(w, j, j + n, laid, sums, down_chunk);
-      for (int64_t i = 0; i < t.count; i++)
+      for (int64_t i = 0; i < t.count; i++) {
+        add_bias(w, j, n, sums + i * down_chunk);
         memcpy(moe.results + moe.order[t.first + i] * moe.width + j, sums + i * down_chunk, (size_t)n * sizeof(float));
+      }
     }
   });
 }

@@ -89,11 +89,20 @@ inline void transpose_rows(const bf16 *const rows[kPanelRows], int64_t have, int
   }
 }
 
+// The unsigned entries of MXFP4 that the bytes of `nibbles` stand for.
+inline I32x16 look_up_mxfp4(I32x16 nibbles) {
+  __m256i half[2], entries = _mm256_broadcastsi128_si256(mxfp4_entries());
+  memcpy(half, &nibbles, 64);
+  for (__m256i &h : half) h = _mm256_shuffle_epi8(entries, h);
+  return load<I32x16>(half);
+}
+
 // to[i * 16 + r] = entry (row + r, c + i) of w in float32 with its scale, for the 16 rows of the panel that begins at
-// `row` and i < width. w is in panels: int8 (COLUMNS 4) or int4 (COLUMNS 8 columns per line). c is a multiple of
-// COLUMNS. `to` is written in whole lines, so up to `width` rounded up to a multiple of COLUMNS.
-template <int COLUMNS>
+// `row` and i < width. w is in panels, KIND its kind: int8 (4 columns per line), int4 or MXFP4 (8). c is a multiple of
+// the columns per line. `to` is written in whole lines, so up to `width` rounded up to such a multiple.
+template <int KIND>
 inline void dequantize_lines(const ip_matrix &w, int64_t row, int64_t c, int64_t width, float *to) {
+  constexpr int COLUMNS = KIND == IP_INT8 ? 4 : 8;
   int64_t panel = row / kPanelRows, group = group_size(w);
   const uint8_t *line = (const uint8_t *)w.data + panel * panel_bytes(w) + c / COLUMNS * 64;
   const int32_t offset = (int32_t)entry_offset(w);
@@ -101,10 +110,13 @@ inline void dequantize_lines(const ip_matrix &w, int64_t row, int64_t c, int64_t
     F32x16 scale = panel_scale(w, panel, (c + i) / group);
     int64_t end = min64(width, ((c + i) / group + 1) * group - c);
     for (; i < end; i += COLUMNS, line += 64, to += COLUMNS * kPanelRows) {
-      I32x16 quads = load<I32x16>(line);
+      I32x16 quads = load<I32x16>(line), fours = quads;
+      if (KIND == IP_MXFP4) quads = look_up_mxfp4(quads & 0x0f0f0f0f), fours = look_up_mxfp4(fours >> 4 & 0x0f0f0f0f);
 #pragma GCC unroll 8
       for (int e = 0; e < COLUMNS; e++) {
-        I32x16 entry = COLUMNS == 4 ? quads >> 8 * e & 255 : quads >> (8 * (e & 3) + e / 4 * 4) & 15;
+        I32x16 entry = KIND == IP_INT8    ? quads >> 8 * e & 255
+                       : KIND == IP_MXFP4 ? (e < 4 ? quads : fours) >> 8 * (e & 3) & 255
+                                          : quads >> (8 * (e & 3) + e / 4 * 4) & 15;
         store(to + e * kPanelRows, __builtin_convertvector(entry - offset, F32x16) * scale);
       }
     }
@@ -136,7 +148,9 @@ inline void load_weight_panel(const ip_matrix &w, int64_t row, int64_t c, int64_
       for (int64_t i = 0; i < part; i++) store(at + i * kPanelRows, load<F32x16>(at + i * kPanelRows) * scale);
     }
   } else {
-    w.kind == IP_INT8 ? dequantize_lines<4>(w, row, c, width, to) : dequantize_lines<8>(w, row, c, width, to);
+    (w.kind == IP_INT8   ? dequantize_lines<IP_INT8>
+     : w.kind == IP_INT4 ? dequantize_lines<IP_INT4>
+                         : dequantize_lines<IP_MXFP4>)(w, row, c, width, to);
   }
 }
 

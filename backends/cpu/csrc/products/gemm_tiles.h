@@ -123,7 +123,8 @@ inline void load_weight_tile(const ip_matrix &w, int64_t row, int64_t c, bf16 *t
 #pragma GCC unroll 8
     for (int q = 0; q < 8; q++) {
       Line v = load_line(line + (w.kind == IP_INT8 ? q : q / 2) * 64);
-      r[q] = (__m512i)(w.kind == IP_INT8 ? v : q % 2 ? high_nibbles(v) : low_nibbles(v));
+      if (w.kind != IP_INT8) v = q % 2 ? high_nibbles(v) : low_nibbles(v);
+      r[q] = (__m512i)(w.kind == IP_MXFP4 ? unsigned_entries<IP_MXFP4>(v) : v);
       r[8 + q] = __m512i{};
     }
     transpose16(r);

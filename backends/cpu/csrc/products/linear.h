@@ -1,6 +1,6 @@
 // Products of a weight of any kind with few rows of activations, on all threads of the team: y = x w^T + bias. The
-// layers of few tokens (model/) and isa_entries.h call it; it chooses between the products for bf16, FP8, int8, int4
-// and W8A8 weights.
+// layers of few tokens (model/) and isa_entries.h call it; it chooses between the products for bf16, FP8, int8, int4,
+// MXFP4 and W8A8 weights.
 #pragma once
 #include "products/w8a8.h"
 #include "products/fp8.h"
@@ -29,7 +29,7 @@ inline bool streams_row_by_row(const ip_matrix &w, int64_t m) {
 
 // Bytes of one row of the weight, at least 1; scales do not count.
 inline int64_t weight_row_bytes(const ip_matrix &w) {
-  return max64(1, is_bf16(w) ? w.k * 2 : w.kind == IP_INT4 ? w.k / 2 : w.k);
+  return max64(1, is_bf16(w) ? w.k * 2 : has_nibbles(w.kind) ? w.k / 2 : w.k);
 }
 
 // Weight rows per chunk of `Team::for_each_chunk`: about kChunkBytes of w (kStreamedChunkBytes if `row_by_row`, the
@@ -84,6 +84,8 @@ inline void multiply_rows(const ip_matrix &w, int64_t first, int64_t last, const
     for (int64_t j = first; j < last; j += kLanes) {
       if (w.kind == IP_INT8)
         multiply_panel<IP_INT8>(w, j / kLanes, x.q, out + j - first, ldo);
+      else if (w.kind == IP_MXFP4)
+        multiply_panel<IP_MXFP4>(w, j / kLanes, x.q, out + j - first, ldo);
       else
         multiply_panel<IP_INT4>(w, j / kLanes, x.q, out + j - first, ldo);
     }
@@ -92,7 +94,7 @@ inline void multiply_rows(const ip_matrix &w, int64_t first, int64_t last, const
 
 // Lays out m rows of w.k activations, where row(i) points to row i, in the form that products with w read: bf16, int16
 // or int8. They are in workspaces of the calling thread, valid until its next call; each thread lays out its own copy,
-// which is cheaper than a barrier. `first` is the row of w that the thread probably reads first; for int8 and int4 it
+// which is cheaper than a barrier. `first` is the row of w that the thread probably reads first; of kinds in panels it
 // is prefetched meanwhile; -1: none. `row_by_row` is the result of `streams_row_by_row`.
 template <class RowAt>
 inline Activations lay_out_activations(const ip_matrix &w, int64_t m, int64_t first, bool row_by_row, RowAt row) {
@@ -102,7 +104,7 @@ inline Activations lay_out_activations(const ip_matrix &w, int64_t m, int64_t fi
     return {{}, {}, bytes};
   }
   Activations activations = {lay_out_rows(workspace(kActivationRows), m, w.k, row, !row_by_row), {}, {}};
-  if (w.kind == IP_INT8 || w.kind == IP_INT4)
+  if (is_in_panels(w))
     activations.q = quantize_int16(workspace(kQuantizedRows), activations.rows, w,
                       first < 0 ? nullptr : (const char *)w.data + first / kPanelRows * panel_bytes(w));
   return activations;

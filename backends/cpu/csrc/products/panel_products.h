@@ -1,5 +1,5 @@
-// Products of int8 and int4 weights in panels (weight_panels.h) with 16-bit activations (quantize_int16.h), exact in
-// integers within a group of columns. linear.h calls `multiply_panel` for each panel of a thread's chunk.
+// Products of int8, int4 and MXFP4 weights in panels (weight_panels.h) with 16-bit activations (quantize_int16.h),
+// exact in integers within a group of columns. linear.h calls `multiply_panel` for each panel of a thread's chunk.
 //
 // Rounding activations to 16 bits in groups of 32 to 128 columns is an error of 2^-16 of a group's largest entry, 1/128
 // of what rounding the result to bf16 costs. Products and sums within a group are then exact in 32 bits, on every
@@ -13,6 +13,11 @@ extern int64_t ip_l1_prefetch_bytes;
 
 namespace {
 
+// The sixteen entries of MXFP4 by their nibbles, with their offset: unsigned bytes.
+inline __m128i mxfp4_entries() {
+  return _mm_add_epi8(_mm_loadu_si128((const __m128i *)kMxfp4Entries), _mm_set1_epi8(kMxfp4Offset));
+}
+
 // A line of a panel: 64 bytes. Its low nibbles, or high nibbles, as bytes.
 #if defined(__AVX512F__)
 typedef U32x16 Line;
@@ -20,6 +25,12 @@ inline Line load_line(const uint8_t *p) { return load<U32x16>(p); }
 inline Line low_nibbles(Line w) { return w & 0x0f0f0f0fu; }
 inline Line high_nibbles(Line w) { return (w >> 4) & 0x0f0f0f0fu; }
 inline Line upper_nibbles(Line w) { return w & 0xf0f0f0f0u; }  // the high nibbles times sixteen
+// The unsigned entries of a line whose bytes are nibbles of a weight of kind KIND.
+template <int KIND>
+inline Line unsigned_entries(Line nibbles) {
+  if (KIND != IP_MXFP4) return nibbles;
+  return (Line)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(mxfp4_entries()), (__m512i)nibbles);
+}
 #else
 struct Line {
   __m256i half[2];
@@ -80,14 +91,20 @@ struct GroupSums {
 };
 #endif
 
-// A panel's scales, sixteen per group, in float32 or float16.
+// A panel's scales, sixteen per group: float32, or if `full` is null float16, or if that is null too, float32's
+// exponent bits alone.
 struct PanelScales {
   const float *full;
-  const bf16 *half;  // float16, used if `full` is null
+  const bf16 *half;
+  const uint8_t *exponents;
 #ifndef __AVX512F__
   // Scales 8 * h .. 8 * h + 8 of group g.
   inline __m256 eight_of_group(int64_t g, int h) const {
     int64_t at = g * kLanes + h * 8;
+    if (exponents) {
+      __m256i bits = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(exponents + at)));
+      return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23));
+    }
     return full ? _mm256_loadu_ps(full + at) : _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(half + at)));
   }
 #endif
@@ -95,6 +112,10 @@ struct PanelScales {
   inline F32x16 of_group(int64_t g) const {
     if (full) return load<F32x16>(full + g * kLanes);
 #ifdef __AVX512F__
+    if (exponents) {
+      __m512i bits = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(exponents + g * kLanes)));
+      return (F32x16)_mm512_castsi512_ps(_mm512_slli_epi32(bits, 23));
+    }
     return (F32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(half + g * kLanes)));
 #else
     __m256 two[2] = {eight_of_group(g, 0), eight_of_group(g, 1)};
@@ -106,7 +127,8 @@ struct PanelScales {
 // The scales of one panel, for all groups of columns.
 inline PanelScales panel_scales(const ip_matrix &w, int64_t panel) {
   int64_t at = panel * num_scale_groups(w) * kLanes;
-  return {w.scale ? w.scale + at : nullptr, w.scale_f16 ? w.scale_f16 + at : nullptr};
+  return {w.scale ? w.scale + at : nullptr, w.scale_f16 ? w.scale_f16 + at : nullptr,
+          w.scale_exponent ? w.scale_exponent + at : nullptr};
 }
 // The scales of a panel's sixteen rows in group g of columns; g is ignored if the weight has one scale per row.
 inline F32x16 panel_scale(const ip_matrix &w, int64_t panel, int64_t g) {
@@ -128,7 +150,7 @@ constexpr bool kPrefetchesTwice = false;
 // for a weight of kind KIND and MT rows of activations.
 template <int KIND, int MT>
 inline void prefetch_line(const uint8_t *line) {
-  if (KIND != IP_INT4 && MT <= kHardwarePrefetchedRows) return;
+  if (!has_nibbles(KIND) && MT <= kHardwarePrefetchedRows) return;
   _mm_prefetch((const char *)line + kPrefetchBytes, _MM_HINT_T1);
   if (kPrefetchesTwice && KIND != IP_W8A8) _mm_prefetch((const char *)line + ip_l1_prefetch_bytes, _MM_HINT_T0);
 }
@@ -143,7 +165,7 @@ constexpr int kMaxTileRows = 4, kTwoSumRows = 0;
 
 #if defined(__AVX512F__)
 // out[(i0 + i) * ldo + j] = the 16 rows j of a panel (fewer if the weight ends) times rows i0 .. i0 + MT of x, over all
-// columns, in float32 with scales applied, overwritten. KIND: IP_INT8 or IP_INT4, w's kind.
+// columns, in float32 with scales applied, overwritten. KIND: IP_INT8, IP_INT4 or IP_MXFP4, w's kind.
 template <int KIND, int MT>
 inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Activations &x, int64_t i0, float *out,
                                 int64_t ldo) {
@@ -151,7 +173,7 @@ inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Ac
   const int32_t *q = x.quads + i0 * 16;
   const int64_t blocks = x.group / kColumnStep;
   constexpr int lines = KIND == IP_INT8 ? 8 : 4;
-  constexpr bool two_sums = MT <= kTwoSumRows;
+  constexpr bool two_sums = MT <= kTwoSumRows, shifted = two_sums && KIND == IP_INT4;
   PanelScales scales = panel_scales(w, panel);
   F32x16 acc[MT];
   for (int i = 0; i < MT; i++) acc[i] = F32x16{};
@@ -174,7 +196,8 @@ inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Ac
 #pragma GCC unroll 8
           for (int i = 0; i < MT; i++) (two_sums && l % 2 ? t[i] : s[i]).add(line, q[16 * i + l], q[16 * i + l + 8]);
         } else {
-          Line low = low_nibbles(line), high = two_sums ? upper_nibbles(line) : high_nibbles(line);
+          Line low = unsigned_entries<KIND>(low_nibbles(line)),
+               high = shifted ? upper_nibbles(line) : unsigned_entries<KIND>(high_nibbles(line));
 #pragma GCC unroll 8
           for (int i = 0; i < MT; i++) {
             s[i].add(low, q[16 * i + 2 * l], q[16 * i + 2 * l + 8]);
@@ -187,7 +210,7 @@ inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Ac
 #pragma GCC unroll 8
     for (int i = 0; i < MT; i++) {
       I32x16 exact = s[i].total();
-      if (two_sums) exact += KIND == IP_INT8 ? t[i].total() : t[i].total() >> 4;
+      if (two_sums) exact += shifted ? t[i].total() >> 4 : t[i].total();
       acc[i] = fma(__builtin_convertvector(exact, F32x16), scale * x.scale[at + i], acc[i]);
     }
   }
@@ -207,7 +230,8 @@ inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Ac
   const int64_t blocks = x.group / kColumnStep;
   constexpr int lines = KIND == IP_INT8 ? 8 : 4;
   constexpr bool separate_high = KIND == IP_INT4 && MT == 1;
-  const __m256i mask = _mm256_set1_epi16(KIND == IP_INT8 ? 255 : 15), upper = _mm256_set1_epi16(240);
+  const __m256i mask = _mm256_set1_epi16(KIND == IP_INT4 ? 15 : 255), upper = _mm256_set1_epi16(240);
+  const __m256i entries_of = _mm256_broadcastsi128_si256(mxfp4_entries()), nibble = _mm256_set1_epi8(15);
   PanelScales scales = panel_scales(w, panel);
   __m256 acc[MT][2];
 #pragma GCC unroll 4
@@ -223,13 +247,19 @@ inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Ac
         prefetch_line<KIND, MT>(p + 64 * l);
 #pragma GCC unroll 2
         for (int h = 0; h < 2; h++) {
-          __m256i v = _mm256_loadu_si256((const __m256i *)(p + 64 * l + 32 * h)), odd = _mm256_srli_epi16(v, 8);
+          __m256i v = _mm256_loadu_si256((const __m256i *)(p + 64 * l + 32 * h)), high = v;
+          if (KIND == IP_MXFP4) {
+            high = _mm256_shuffle_epi8(entries_of, _mm256_and_si256(_mm256_srli_epi16(v, 4), nibble));
+            v = _mm256_shuffle_epi8(entries_of, _mm256_and_si256(v, nibble));
+          }
+          __m256i odd = _mm256_srli_epi16(v, 8);
           auto add = [](__m256i sum, __m256i entries, int32_t pair) __attribute__((always_inline)) {
             sum = _mm256_add_epi32(sum, _mm256_madd_epi16(entries, _mm256_set1_epi32(pair)));
             __asm__("" : "+x"(sum));  // or GCC adds products up in a tree, for which there are too few registers
             return sum;
           };
-          __m256i a = _mm256_and_si256(v, mask), c = KIND == IP_INT8 ? odd : _mm256_and_si256(odd, mask), e, d;
+          __m256i a = _mm256_and_si256(v, mask), c = KIND == IP_INT4 ? _mm256_and_si256(odd, mask) : odd, e, d;
+          if (KIND == IP_MXFP4) e = _mm256_and_si256(high, mask), d = _mm256_srli_epi16(high, 8);
           if (KIND == IP_INT4) {
             e = _mm256_and_si256(separate_high ? v : _mm256_srli_epi16(v, 4), separate_high ? upper : mask);
             d = separate_high ? _mm256_and_si256(odd, upper) : _mm256_srli_epi16(v, 12);
@@ -238,7 +268,7 @@ inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Ac
           for (int i = 0; i < MT; i++) {
             const int32_t *of = q + 16 * i + (KIND == IP_INT8 ? l : 2 * l);
             s[i][h] = add(add(s[i][h], a, of[0]), c, of[8]);
-            if (KIND == IP_INT4)
+            if (has_nibbles(KIND))
               (separate_high ? t[h] : s[i][h]) = add(add(separate_high ? t[h] : s[i][h], e, of[1]), d, of[9]);
           }
         }

@@ -1,5 +1,5 @@
 // Activations rounded to 16-bit integers with one scale per row and group of columns, laid out for the products with
-// int8 and int4 panels (panel_products.h). linear.h calls `quantize_int16` once per call and thread.
+// int8, int4 and MXFP4 panels (panel_products.h). linear.h calls `quantize_int16` once per call and thread.
 #pragma once
 #include "products/bf16_dot.h"
 #include "products/quantize_activations.h"

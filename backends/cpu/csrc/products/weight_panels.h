@@ -4,7 +4,8 @@
 // A panel is 16 weight rows side by side. For each group of columns, IP_INT8 has group / 4 lines of 64 bytes: line q
 // holds columns 4q .. 4q + 3 of each row. IP_INT4 has group / 8 lines whose low nibbles are columns 8q .. 8q + 3 and
 // whose high nibbles are columns 8q + 4 .. 8q + 7. Entries are stored with an offset that makes them unsigned (128 or
-// 8).
+// 8). IP_MXFP4 has the lines of IP_INT4, of nibbles as the format defines them; products look them up and get entries
+// with an offset of 12.
 #pragma once
 #include <string.h>
 
@@ -16,15 +17,23 @@ constexpr int64_t kPanelRows = 16;  // weight rows side by side
 
 // Whether an entry is a byte (int8 or W8A8; then 4 columns are a line); an int4 entry is a nibble.
 inline bool is_int8(const ip_matrix &w) { return w.kind == IP_INT8 || w.kind == IP_W8A8; }
-// Whether the weight is in panels: int8, W8A8 or int4.
-inline bool is_in_panels(const ip_matrix &w) { return is_int8(w) || w.kind == IP_INT4; }
+// Whether an entry of this kind is a nibble: int4 or MXFP4.
+constexpr bool has_nibbles(int kind) { return kind == IP_INT4 || kind == IP_MXFP4; }
+// Whether the weight is in panels: int8, W8A8, int4 or MXFP4.
+inline bool is_in_panels(const ip_matrix &w) { return is_int8(w) || has_nibbles(w.kind); }
+
+// The entries of MXFP4 by their nibbles: twice the values of e2m1.
+constexpr int8_t kMxfp4Entries[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+constexpr int kMxfp4Offset = 12;
 
 // Columns that are laid out together: those that share a scale, or 128 where a row has one scale.
 inline int64_t group_size(const ip_matrix &w) { return w.group ? w.group : 128; }
 // Groups of columns in a row, the last one padded.
 inline int64_t num_groups(const ip_matrix &w) { return (w.k + group_size(w) - 1) / group_size(w); }
 // What is added to an entry so that it is unsigned.
-inline int64_t entry_offset(const ip_matrix &w) { return is_int8(w) ? 128 : 8; }
+inline int64_t entry_offset(const ip_matrix &w) {
+  return is_int8(w) ? 128 : w.kind == IP_MXFP4 ? kMxfp4Offset : 8;
+}
 // Columns that one line of 64 bytes holds for each of 16 rows.
 inline int64_t columns_per_line(const ip_matrix &w) { return is_int8(w) ? 4 : 8; }
 // The size of one panel, of which a weight has ceil(n / 16).
@@ -39,7 +48,8 @@ inline int64_t packed_weight_bytes(const ip_matrix &w) { return (w.n + kPanelRow
 inline int32_t unpack_entry(const ip_matrix &w, int64_t row, int64_t column) {
   int64_t panel = row / kPanelRows, line = column / columns_per_line(w), in_line = column % columns_per_line(w);
   uint8_t byte = ((const uint8_t *)w.data)[panel * panel_bytes(w) + line * 64 + row % kPanelRows * 4 + in_line % 4];
-  return (is_int8(w) ? byte : in_line < 4 ? byte & 15 : byte >> 4) - (int32_t)entry_offset(w);
+  int32_t stored = is_int8(w) ? byte : in_line < 4 ? byte & 15 : byte >> 4;
+  return w.kind == IP_MXFP4 ? kMxfp4Entries[stored] : stored - (int32_t)entry_offset(w);
 }
 
 // Entries column .. column + 4 of a row of `columns` int8 entries, one per byte, the first one lowest; zeros for
@@ -53,12 +63,31 @@ inline uint32_t load_four(const int8_t *row, int64_t column, int64_t columns) {
   return all;
 }
 
+// The nibbles of MXFP4 by entries as unsigned bytes; 255 for what is no entry.
+struct Mxfp4Nibbles {
+  uint8_t of[256];
+  Mxfp4Nibbles() {
+    memset(of, 255, sizeof of);
+    for (int nibble = 15; nibble >= 0; nibble--) of[(uint8_t)kMxfp4Entries[nibble]] = (uint8_t)nibble;  // 0: nibble 0
+  }
+  // The nibbles of four entries, one per byte; `missing` becomes true if one of them is no entry.
+  uint32_t look_up(uint32_t four, bool &missing) const {
+    uint32_t found = 0;
+    for (int i = 0; i < 4; i++) found |= (uint32_t)of[four >> 8 * i & 255] << 8 * i;
+    missing |= (found & 0xf0f0f0f0) != 0;
+    return found & 0x0f0f0f0f;
+  }
+};
+
 // Writes `values` [n, k], dense, to `out` as panels of packed_weight_bytes(w) bytes; rows and columns after the last
 // are entries of value 0. It starts its own OpenMP team and returns when all is written. Adding the offset flips the
-// highest bit of a number in two's complement, since the offset is half of what a byte or a nibble holds.
-inline void pack_weight(const ip_matrix &w, const int8_t *values, uint8_t *out) {
+// highest bit of a number in two's complement, since the offset is half of what a byte or a nibble holds. Returns false
+// if w is IP_MXFP4 and a value is none of its entries.
+inline bool pack_weight(const ip_matrix &w, const int8_t *values, uint8_t *out) {
   int64_t panels = (w.n + kPanelRows - 1) / kPanelRows, lines = panel_bytes(w) / 64;
-#pragma omp parallel for schedule(static)
+  const Mxfp4Nibbles nibbles;
+  bool missing = false;
+#pragma omp parallel for schedule(static) reduction(|| : missing)
   for (int64_t panel = 0; panel < panels; panel++) {
     uint32_t *to = (uint32_t *)(out + panel * panel_bytes(w));
     for (int64_t r = 0; r < kPanelRows; r++) {
@@ -70,11 +99,18 @@ inline void pack_weight(const ip_matrix &w, const int8_t *values, uint8_t *out) 
                    high = load_four(from, 8 * line + 4, columns) & 0x0f0f0f0f;
           to[line * kPanelRows + r] = (low | high << 4) ^ 0x88888888;
         }
+      else if (w.kind == IP_MXFP4)
+        for (int64_t line = 0; line < lines; line++) {
+          uint32_t low = nibbles.look_up(load_four(from, 8 * line, columns), missing),
+                   high = nibbles.look_up(load_four(from, 8 * line + 4, columns), missing);
+          to[line * kPanelRows + r] = low | high << 4;
+        }
       else
         for (int64_t line = 0; line < lines; line++)
           to[line * kPanelRows + r] = load_four(from, 4 * line, columns) ^ 0x80808080;
     }
   }
+  return !missing;
 }
 
 }  // namespace

@@ -7,7 +7,7 @@ from typing import Any
 
 from inferplane.plugin import Batch
 from inferplane_cpu.kernels.attention import float_sinks, kv_b_of, native_batch
-from inferplane_cpu.kernels.moe import describe_routing
+from inferplane_cpu.kernels.moe import NativeExperts, describe_routing
 from inferplane_cpu.kernels.packing import Adapt, adapt_matrices
 from inferplane_cpu.kernels.rowwise import activation_of, native_norm
 from inferplane_cpu.native import Experts, Latent, Layer, Norm, Step
@@ -90,12 +90,12 @@ def _describe_latent(attn: Any, adapt: Adapt, memory: _OwnedArrays) -> Latent:
 
 
 def _describe_experts(mlp: Any, adapt: Adapt, memory: _OwnedArrays) -> Experts:
-    route, experts = mlp.route, mlp.experts
-    gate_up, down = adapt_matrices(adapt, experts.gate_up), adapt_matrices(adapt, experts.down)
-    memory += [gate_up, down]
-    made = describe_routing(route, len(gate_up))
+    experts = NativeExperts(mlp.experts, adapt)
+    memory.append(experts)
+    made = describe_routing(mlp.route, len(experts.gate_up))
     made.router = memory.matrix(mlp.router, None)  # in one order whatever comes with it (`prepare_any_order`)
-    made.gate_up, made.down = ctypes.addressof(gate_up), ctypes.addressof(down)
+    made.gate_up, made.down = ctypes.addressof(experts.gate_up), ctypes.addressof(experts.down)
+    made.clamped = experts.clamped
     return made
 
 

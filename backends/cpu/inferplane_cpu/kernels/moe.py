@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from inferplane.kernels.composed.moe import clamped_experts as clamped_experts_torch
 from inferplane.kernels.composed.moe import moe_experts as moe_experts_torch
 from inferplane.kernels.composed.moe import moe_route as moe_route_torch
 from inferplane.kernels.fused.needs import ALL_EXPERTS_LOCAL
@@ -14,12 +18,14 @@ from inferplane_cpu.kernels.linear import INT8_ACTIVATIONS, RANK_BATCH_INVARIANT
 from inferplane_cpu.kernels.packing import (
     INT8_ROW_FORMATS,
     MAX_INT8_COLUMNS,
+    MXFP4_PACKING,
     PACKING,
     PANEL_FORMATS,
+    Adapt,
     adapt_matrices,
     prepare_any_order,
 )
-from inferplane_cpu.native import Experts, current_instruction_set, library
+from inferplane_cpu.native import ClampedGate, Experts, current_instruction_set, library
 
 KERNELS = Kernels()
 NO_SUCH_EXPERT = -1
@@ -29,7 +35,7 @@ FEW_ROWS = 256
 
 
 def _has_bf16_weights(op: Any) -> bool:
-    return all(w.dtype in (None, torch.bfloat16) for w in (op.gate_up, op.down))
+    return all(w.dtype in (None, torch.bfloat16) for _, w in op.weights())
 
 
 MAX_EXPERTS = 1024
@@ -46,6 +52,7 @@ ROUTE = When(
 )
 NEEDS = (("bfloat16 weights", _has_bf16_weights), ALL_EXPERTS_LOCAL)
 STORED = When((torch.bfloat16,), (PLAIN, "fp8_block"), features=("native",), needs=NEEDS)
+CLAMPED = When((torch.bfloat16,), features=("native",), needs=NEEDS)
 PACKED = When((torch.bfloat16,), PANEL_FORMATS, features=("native",), needs=NEEDS)
 INT8_ROW_WEIGHTS = When(
     (torch.bfloat16,),
@@ -57,16 +64,38 @@ INT8_ROW_WEIGHTS = When(
     ),
 )
 STACKS = {"gate_up": PACKING, "down": PACKING}
+MXFP4_STACKS = dict.fromkeys(STACKS, MXFP4_PACKING)
 
 
-def _expert_matrices(view: Any) -> tuple[Any, Any]:
-    """The site's matrices, described once."""
-    found: tuple[Any, Any] = view.once("inferplane_cpu.experts", _describe, view)
-    return found
+def _in_formats(names: tuple[str, ...], formats: str) -> When:
+    """Conditions of clamped experts, whose biases are plain, with weights in `names`, which `formats` says in words."""
+    holds = lambda op: op.gate_up.format in names and op.down.format in names  # noqa: E731
+    return replace(CLAMPED, formats=(PLAIN, *names), needs=(*NEEDS, (f"{formats} in both weights", holds)))
 
 
-def _describe(view: Any) -> tuple[Any, Any]:
-    return adapt_matrices(view.prepared, view.gate_up), adapt_matrices(view.prepared, view.down)
+CLAMPED_PACKED = _in_formats(PANEL_FORMATS, "8 or 4 bits")
+CLAMPED_MXFP4 = _in_formats(("mxfp4",), "MXFP4")
+
+
+class NativeExperts:
+    """Experts of op `moe_experts` or `clamped_experts` as the library reads them.
+
+    Attributes: `gate_up` and `down`, arrays of `Matrix`; `clamped`, the address of a `ClampedGate`, or None.
+
+    Args:
+        view: of the experts' site.
+        adapt: what the kernel prepared.
+    """
+
+    def __init__(self, view: Any, adapt: Adapt) -> None:
+        self.gate_up = adapt_matrices(adapt, view.gate_up, getattr(view, "gate_up_bias", None))
+        self.down = adapt_matrices(adapt, view.down, getattr(view, "down_bias", None))
+        self._gate = ClampedGate(view.alpha, view.limit) if hasattr(view, "alpha") else None
+        self.clamped = None if self._gate is None else ctypes.addressof(self._gate)
+
+
+def _describe(view: Any) -> NativeExperts:
+    return NativeExperts(view, view.prepared)
 
 
 def missing_expert_error(ids: torch.Tensor, experts: int) -> KernelError:
@@ -80,14 +109,16 @@ def missing_expert_error(ids: torch.Tensor, experts: int) -> KernelError:
 
 
 def _experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    stacks = _expert_matrices(view)
+    experts: NativeExperts = view.once("inferplane_cpu.experts", _describe, view)
     if ids.shape != weights.shape or len(ids) != len(x):  # native code would read past their ends
         raise ValueError(f"Experts {tuple(ids.shape)} with weights {tuple(weights.shape)} for {len(x)} tokens.")
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
     out = torch.empty_like(x)
     done = library().ip_moe(
-        *stacks,
-        len(stacks[0]),
+        experts.gate_up,
+        experts.down,
+        len(experts.gate_up),
+        experts.clamped,
         x.data_ptr(),
         x.stride(0),
         x.shape[0],
@@ -97,7 +128,7 @@ def _experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tenso
         out.data_ptr(),
     )
     if done == NO_SUCH_EXPERT:
-        raise missing_expert_error(ids, len(stacks[0]))
+        raise missing_expert_error(ids, len(experts.gate_up))
     return out
 
 
@@ -110,12 +141,18 @@ def moe_experts_batch_invariant(view: Any, x: torch.Tensor, weights: torch.Tenso
 @KERNELS("moe_experts", "native", when=STORED, rank=RANK_PORTABLE, prepare=prepare_any_order)
 def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Few tokens by native products, many by oneDNN's, on the same weights; on AVX2 oneDNN has none in bf16."""
+    return _experts_or_torch(moe_experts_torch, view, x, weights, ids)
+
+
+def _experts_or_torch(
+    by_torch: Callable[..., torch.Tensor], view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
     if x.shape[0] <= FEW_ROWS or not isinstance(view.gate_up, torch.Tensor) or current_instruction_set() == "avx2":
         return _experts(view, x, weights, ids)
     least, most = ids.aminmax()
     if least < 0 or most >= len(view.gate_up):
         raise missing_expert_error(ids, len(view.gate_up))
-    return moe_experts_torch(view, x, weights, ids)
+    return by_torch(view, x, weights, ids)
 
 
 @KERNELS("moe_experts", "native", when=PACKED, packs=STACKS, rank=RANK_PORTABLE, batch_invariant=True)
@@ -135,6 +172,32 @@ def moe_experts_panels(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: t
 )
 def moe_experts_w8a8(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """As `moe_experts_batch_invariant`, with activations in 8 bits before both products."""
+    return _experts(view, x, weights, ids)
+
+
+@KERNELS("clamped_experts", "native", when=CLAMPED, rank=RANK_BATCH_INVARIANT, batch_invariant=True)
+def clamped_experts_batch_invariant(
+    view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """As `moe_experts_batch_invariant`, with biases and a clamped gate; what is clamped is not rounded before."""
+    return _experts(view, x, weights, ids)
+
+
+@KERNELS("clamped_experts", "native", when=CLAMPED, rank=RANK_PORTABLE, prepare=prepare_any_order)
+def clamped_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """As `moe_experts`, with biases and a clamped gate."""
+    return _experts_or_torch(clamped_experts_torch, view, x, weights, ids)
+
+
+@KERNELS("clamped_experts", "native", when=CLAMPED_PACKED, packs=STACKS, rank=RANK_PORTABLE, batch_invariant=True)
+def clamped_experts_panels(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """As `clamped_experts_batch_invariant`, for weights of 8 and 4 bits."""
+    return _experts(view, x, weights, ids)
+
+
+@KERNELS("clamped_experts", "native", when=CLAMPED_MXFP4, packs=MXFP4_STACKS, rank=RANK_PORTABLE, batch_invariant=True)
+def clamped_experts_mxfp4(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """As `clamped_experts_batch_invariant`, for weights in MXFP4, whose entries are looked up as they are read."""
     return _experts(view, x, weights, ids)
 
 

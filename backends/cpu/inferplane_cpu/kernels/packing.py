@@ -1,4 +1,4 @@
-"""Weights as the native kernels read them: bf16 and FP8 where they lie, 8 and 4 bits in panels of 16 rows."""
+"""Weights as the native kernels read them: bf16 and FP8 where they lie, 8 and 4 bits and MXFP4 in panels of 16 rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from inferplane.kernels.composed.padding import pad_rows
 from inferplane.plugin import Context, KernelError, Packing, QTensor
 from inferplane_cpu import huge_pages
-from inferplane_cpu.native import BF16, BF16_REORDERABLE, FP8, INT4, INT8, W8A8, Matrix, library
+from inferplane_cpu.native import BF16, BF16_REORDERABLE, FP8, INT4, INT8, MXFP4, W8A8, Matrix, library
 
 PANEL_ROWS = 16
 MAX_GROUP_COLUMNS = 128
@@ -21,21 +21,25 @@ INT8_ROW_FORMATS = ("int8_row",)
 """Formats whose panels activations of 8 bits may meet (`with_int8_activations`)."""
 MAX_INT8_COLUMNS = 65536
 """Sums of at most this many products of bytes fit 32 bits."""
+SCALE_FIELDS = {torch.float32: "scale", torch.float16: "scale_f16", torch.uint8: "scale_exponent"}
+"""Fields of `Matrix` for scales of a dtype."""
 EXPANDED_ROWS = 1024
 """Rows of a packed weight that are expanded at a time when many tokens are multiplied with it."""
 
 
 class Panels:
-    """A weight `[n, k]`, or a stack `[experts, n, k]`, of 8 or 4 bits in panels (csrc/products/weight_panels.h).
+    """A weight `[n, k]`, or a stack `[experts, n, k]`, of 8 bits, 4 bits or MXFP4 in panels
+    (csrc/products/weight_panels.h). Scales of MXFP4 that are powers of two take a byte.
 
     Args:
         q: the canonical weight; symmetric, with scales a row or a group of columns.
+        kind: `MXFP4`, of which `q` has the canonical integers; None: int8 or int4, as `q` says.
 
     Raises:
-        KernelError: zero points, or other blocks than the kernels know.
+        KernelError: zero points, or other blocks or entries than the kernels know.
     """
 
-    def __init__(self, q: QTensor) -> None:
+    def __init__(self, q: QTensor, kind: int | None = None) -> None:
         n, k = q.shape[-2:]
         columns = q.block[1]
         whole = columns >= k
@@ -48,19 +52,22 @@ class Panels:
         scales = q.scale.reshape(len(experts), n, -1)
         rows = torch.nn.functional.pad(scales, (0, 0, 0, -n % PANEL_ROWS))
         rows = rows.unflatten(1, (-1, PANEL_ROWS)).transpose(2, 3).contiguous()  # [experts, panels, groups, rows]
-        half = rows.half()
-        self.exact_half = bool((half.float() == rows).all())
-        scale = half if self.exact_half else rows
+        kind = kind or (INT4 if q.bits == 4 else INT8)
+        narrow = _take_exponents(rows) if kind == MXFP4 else _narrow_to_half(rows)
+        scale = rows if narrow is None else narrow
         self.scale = huge_pages.empty(scale.nbytes).view(scale.dtype).view(scale.shape).copy_(scale)
-        kind = INT4 if q.bits == 4 else INT8
+        field = SCALE_FIELDS[scale.dtype]
         shape = Matrix(kind, 0 if whole else columns, n, k, 0)
         self.data = huge_pages.empty(len(experts), library().ip_packed_bytes(shape))
         self.matrices = (Matrix * len(experts))()
         for i, values in enumerate(experts):
-            at = self.scale[i].data_ptr()
-            pointers = (None, at) if self.exact_half else (at, None)
-            self.matrices[i] = Matrix(kind, shape.group, n, k, 0, self.data[i].data_ptr(), *pointers, None)
-            library().ip_pack_weight(self.matrices[i], values.contiguous().data_ptr(), self.data[i].data_ptr())
+            pointers = {"data": self.data[i].data_ptr(), field: self.scale[i].data_ptr()}
+            self.matrices[i] = Matrix(kind, shape.group, n, k, 0, **pointers)
+            if not library().ip_pack_weight(self.matrices[i], values.contiguous().data_ptr(), self.data[i].data_ptr()):
+                raise KernelError(
+                    "MXFP4 panels of a weight with other entries.",
+                    there_is="0, 1, 2, 3, 4, 6, 8, 12 and -1 to -12",
+                )
 
     @property
     def nbytes(self) -> int:
@@ -68,12 +75,34 @@ class Panels:
         return self.data.numel() + self.scale.numel() * self.scale.element_size()
 
 
+def _narrow_to_half(scales: torch.Tensor) -> torch.Tensor | None:
+    """Scales in float16, or None if some of them would be others."""
+    half = scales.half()
+    return half if bool((half.float() == scales).all()) else None
+
+
+def _take_exponents(scales: torch.Tensor) -> torch.Tensor | None:
+    """The exponent bits of float32 scales as uint8, or None if some of them have other bits."""
+    bits = scales.view(torch.int32)
+    return None if bool((bits & ~(255 << 23)).any()) else (bits >> 23).to(torch.uint8)
+
+
+def pack_mxfp4(q: QTensor) -> Panels:
+    """The panels of a weight of format "mxfp4".
+
+    Raises:
+        KernelError: as `Panels`.
+    """
+    return Panels(q, MXFP4)
+
+
 PACKING = Packing("native.panels", Panels, dense=True)
+MXFP4_PACKING = Packing("native.mxfp4_panels", pack_mxfp4, dense=True)
 
 
 def matrices(weight: Any, bias: torch.Tensor | None = None) -> Any:
-    """An array of `Matrix`, one an expert (one in all for `[n, k]`). It holds the weight:
-    a tensor, an FP8 `QTensor`, or `Panels`.
+    """An array of `Matrix`, one an expert (one in all for `[n, k]`). It holds the weight, which is a tensor, an FP8
+    `QTensor`, or `Panels`, and the bias, `[n]` or `[experts, n]`.
 
     Raises:
         KernelError: FP8 blocks of other than 128 columns.
@@ -94,8 +123,9 @@ def matrices(weight: Any, bias: torch.Tensor | None = None) -> Any:
         huge_pages.move_to_huge_pages(weight)
         found = _array([Matrix(BF16, 0, *w.shape, w.stride(0), w.data_ptr(), None, None, None) for w in _stack(weight)])
     if bias is not None:
-        found = _array([Matrix.from_buffer_copy(found[0])])
-        found[0].bias = bias.data_ptr()
+        found = _array([Matrix.from_buffer_copy(m) for m in found])
+        for matrix, row in zip(found, bias.view(len(found), -1), strict=True):
+            matrix.bias = row.data_ptr()
     found.memory = weight, bias  # for as long as the array, or a matrix of it, is held
     return found
 
