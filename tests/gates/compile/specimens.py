@@ -180,14 +180,19 @@ def _write_latent(kind: str) -> None:
 
 GQA = KVRequest("gqa", 8, 128, 128)
 WINDOW = KVRequest("gqa", 8, 128, 128, window=4096)
+GPT_OSS = KVRequest("gqa", 8, 64, 64, window=128)
+GEMMA_2 = KVRequest("gqa", 8, 256, 256, window=4096)
 
 
-def _attention(tiles: Tiles, queries: str, new: int, before: int, request: KVRequest, kind: str) -> None:
+def _attention(
+    tiles: Tiles, queries: str, new: int, before: int, request: KVRequest, kind: str, heads: int = 32, **fields: Any
+) -> None:
     from inferplane.kernels.triton.attention import attention
 
-    op = SimpleNamespace(heads=32, scale=1.0, kv=request, queries=queries, prepared=tiles)
+    fields = {"sinks": None, "softcap": None, **fields}
+    op = SimpleNamespace(heads=heads, scale=1.0, kv=request, queries=queries, prepared=tiles, **fields)
     batch = step(new, before)
-    attention(op, empty(batch.tokens, 32, 128), batch, cache(request, kind))
+    attention(op, empty(batch.tokens, heads, request.dim), batch, cache(request, kind))
 
 
 def _absorbed(tiles: Tiles, heads: int, kind: str) -> None:
@@ -219,6 +224,10 @@ CALLS["decode_window"] = lambda tiles: _attention(tiles, "few", 1, 8000, WINDOW,
 CALLS["prefill"] = lambda tiles: _attention(tiles, "many", 300, 28, GQA, "auto")
 CALLS["prefill_fp8"] = lambda tiles: _attention(tiles, "many", 300, 28, GQA, "fp8")
 CALLS["prefill_window"] = lambda tiles: _attention(tiles, "many", 300, 28, WINDOW, "auto")
+for _name, _few in (("decode", True), ("prefill", False)):
+    _step = ("few", 1, 8000) if _few else ("many", 300, 28)
+    CALLS[f"{_name}_sinks"] = lambda tiles, at=_step: _attention(tiles, *at, GPT_OSS, "auto", 64, sinks=empty(64))
+    CALLS[f"{_name}_softcap"] = lambda tiles, at=_step: _attention(tiles, *at, GEMMA_2, "auto", 16, softcap=50.0)
 CALLS["mla_prefill"] = _expanded
 
 

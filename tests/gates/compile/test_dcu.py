@@ -20,13 +20,15 @@ ATTENTION = ("attend", "absorbed", "expanded")
 SPILLS = {
     "decode/attend": 15,
     "decode_int8/attend": 43,
+    "decode_softcap/attend": 170,
     "decode_window/attend": 14,
     "experts_bf16/grouped": 697,
     "mla_decode/absorbed": 537,
     "mla_decode_int8/absorbed": 547,
     "mla_prefill/expanded": 296,
     "prefill/attend": 171,
-    "prefill_window/attend": 171,
+    "prefill_softcap/attend": 163,
+    "prefill_window/attend": 170,
     "product_bf16_int4_256/product": 1663,
     "product_bf16_int8_1/product": 293,
 }

@@ -13,7 +13,7 @@ from inferplane_dcu.kvcache import PAGED, layouts
 
 OF_ATTENTION = {"attention", "mla_absorbed", "mla_expanded"}
 ATTENTION = [k for k in kernels() if k.provider == "triton" and k.op in OF_ATTENTION]
-LABELS = ("decode", "window_prefill", "prefill_d128", "v3_dims")
+LABELS = ("decode", "window_prefill", "prefill_d128", "v3_dims", "sinks_decode", "softcap_window")
 CASES = [
     (k, s, x) for k in ATTENTION for s in OPS[k.op].samples() if s.label in LABELS for x in (PAGED, f"{PAGED}_int8")
 ]

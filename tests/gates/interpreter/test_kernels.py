@@ -8,7 +8,7 @@ from inferplane.binding import run_case
 from inferplane.ops import OPS
 from tests.gates.interpreter.benches import DTYPES, KERNELS, LAYOUTS, bench
 
-EVERYWHERE = ("decode", "drafts", "chunks", "mixed", "window_prefill")
+EVERYWHERE = ("decode", "drafts", "chunks", "mixed", "window_prefill", "sinks_decode", "softcap_window")
 """Samples that are run on every layout, in bfloat16; the others on the plain one alone."""
 
 

@@ -8,6 +8,7 @@ absent with a reason) and names those of its KV layouts that are core's paged st
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from inferplane.kernels.triton.matmul_kernels import FLOATS, FOLDER, HALF, matrix_kernels
@@ -36,6 +37,8 @@ def triton_kernels(kv_layouts: Sequence[str], tiles: Callable[[Any, Context], Ti
     eight_bit = When(HALF, kv_layouts=tuple(kv_layouts), features=(FEATURE, "fp8", "int8-dot"))
     cached = When(FLOATS, kv_layouts=tuple(kv_layouts), features=(FEATURE,))
 
+    scored = replace(cached, extensions=("attention.sinks", "attention.softcap"))
+
     def kernel(op: str, where: str, when: When, **options: Any) -> Kernel:
         defaults: dict[str, Any] = {"prepare": tiles, "capture_safe": True, "batch_invariant": True}
         return Kernel(op, "triton", f"{FOLDER}.{where}", when, RANK_PORTABLE, **{**defaults, **options})
@@ -51,7 +54,7 @@ def triton_kernels(kv_layouts: Sequence[str], tiles: Callable[[Any, Context], Ti
         kernel("mla_kv_write", "kv_write:mla_kv_write", cached),
         kernel("norm_rope_write", "norm_rope_write:norm_rope_write", cached),
         kernel("mla_norm_rope_write", "norm_rope_write:mla_norm_rope_write", cached),
-        kernel("attention", "attention:attention", cached),
+        kernel("attention", "attention:attention", scored),
         # The products around these two are torch's own, which may add in another order for another number of rows.
         kernel("mla_absorbed", "mla:mla_absorbed", cached, batch_invariant=False),
         kernel(

@@ -4,6 +4,8 @@ A program takes a tile of query rows. With few query tokens, rows are tokens tim
 head; with many, tokens of one head. With few tokens, a sequence's cache is split among programs, by the sequence's own
 length alone: no plan is made on the host, a captured step stays right when lengths grow, and a result does not depend
 on the rest of the batch. Quantized entries are widened without their scales, which are applied to scores and weights.
+A head's sink is counted once, by the program that has the first keys. What an op does not have (sinks, a soft cap) is
+passed as None, so that the compiler leaves it out.
 
 The device functions use: a slot, one token's place in the cache; `tables`, the block table, whose rows are sequences;
 `starts` and `lengths`, where each sequence's query tokens begin and how many tokens it has in all.
@@ -24,6 +26,7 @@ from inferplane.kernels.triton.tiles import Launch, Tiles
 from inferplane.types import Batch, LayerKV
 
 LOG2_E = 1.4426950408889634
+TO_POWERS_OF_TWO = tl.constexpr(LOG2_E)
 
 
 @triton.jit
@@ -94,6 +97,12 @@ def softmax_step(s, highest, total, BLIND: tl.constexpr):
 
 
 @triton.jit
+def cap_scores(s, cap):
+    """`cap tanh(x)` of `s = 2 log2(e) x`, float32. Both forms of infinity give the cap's size, as they should."""
+    return cap - 2.0 * cap / (tl.exp2(s) + 1.0)
+
+
+@triton.jit
 def first_visible_key(length, count, WINDOW: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
     """The first key that any query of a sequence may see with its sliding WINDOW (0: none), rounded down to a block."""
     if WINDOW > 0:
@@ -133,8 +142,8 @@ def combine_splits(parts, lse, place, splits, used, entry, real, WIDTH: tl.const
 
 @triton.jit
 def _attend(
-    q, k, v, k_scales, v_scales, out, parts, lse, counters, tables, starts, lengths,
-    scale, table_outer, q_outer, q_inner, splits,
+    q, k, v, k_scales, v_scales, out, parts, lse, counters, tables, starts, lengths, sinks,
+    scale, softcap, table_outer, q_outer, q_inner, splits,
     HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, SPLIT: tl.constexpr,
@@ -142,6 +151,8 @@ def _attend(
     """Program `(tile and split, head or KV head, sequence)`: attention of ROWS query rows to one split of the keys.
 
     Rows are TILE_HEADS heads of each token. SPLIT: there may be several splits, whose last program combines them.
+    `sinks` `[HEADS]`: each softmax has this score more, without a value. `softcap`: scores are capped (`cap_scores`),
+    and `scale` and `softcap` hold the factors that this needs.
     """
     tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     sequence = tl.program_id(2)
@@ -175,6 +186,10 @@ def _attend(
     )  # fmt: skip
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    if sinks is not None:
+        sink = tl.load(sinks + head).to(tl.float32) * TO_POWERS_OF_TWO
+        highest = tl.where(split == 0, sink, highest)
+        total = tl.where(split == 0, 1.0, total)
     acc = tl.zeros([ROWS, BLOCK_V], tl.float32)
     table = tables + sequence.to(tl.int64) * table_outer
     KV_HEADS: tl.constexpr = HEADS // GROUP
@@ -192,9 +207,12 @@ def _attend(
         s = tl.dot(query, widen_entries(keys, KIND, query.dtype), input_precision="ieee") * scale
         if KIND > 0:
             s *= (tl.load(k_scales + place, mask=inside, other=0.0) * WIDEN_FACTOR[KIND])[None, :]
-        seen = inside[None, :] & (key[None, :] <= position[:, None])
-        if WINDOW > 0:
-            seen &= key[None, :] > position[:, None] - WINDOW
+        if softcap is not None:
+            s = cap_scores(s, softcap)
+        if WINDOW > 0:  # read without a sign, a distance below 0 is beyond the window too
+            seen = inside[None, :] & ((position[:, None] - key[None, :]).to(tl.uint32, bitcast=True) < WINDOW)
+        else:
+            seen = inside[None, :] & (key[None, :] <= position[:, None])
         s = tl.where(seen, s, float("-inf"))
         p, shrink, highest, total = softmax_step(s, highest, total, True)
         acc = acc * shrink[:, None]
@@ -240,15 +258,18 @@ def attention(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Te
     """
     tiles: Tiles = view.prepared
     few = view.queries == "few"
-    launch = (tiles.decode if few else tiles.prefill).for_dtype(q.dtype)
     entries, scales, kind = cache_tensors(kv)
     tokens, heads, dim = q.shape
     group, v_dim = heads // view.kv.heads, view.kv.v_dim
+    launch = (tiles.decode if few else tiles.prefill.for_width(max(dim, v_dim))).for_dtype(q.dtype)
     q = q if q.stride(-1) == 1 else q.contiguous()
     out = q.new_empty(tokens, heads, v_dim)
     tile_heads = group if few else 1
     rows = max(launch.rows, triton.next_power_of_2(tile_heads)) if few else launch.rows
     splits = count_splits(batch, launch, tiles) if few else 1
+    scale, cap = view.scale * LOG2_E, view.softcap
+    if cap is not None:
+        scale, cap = 2.0 * scale / cap, cap * LOG2_E
     parts = lse = counters = out
     across = triton.cdiv(batch.max_query_tokens * tile_heads, rows)
     grid = (across * splits, heads // tile_heads, len(batch.seq_lens))
@@ -258,8 +279,8 @@ def attention(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Te
         counters = tiles.counters.of(q.device, across * grid[1] * grid[2])
     _attend[grid](
         q, entries[0], entries[1], scales[0], scales[1], out, parts, lse, counters,
-        batch.block_tables, batch.query_start, batch.seq_lens,
-        view.scale * LOG2_E, batch.block_tables.stride(0), q.stride(0), q.stride(1), splits,
+        batch.block_tables, batch.query_start, batch.seq_lens, view.sinks,
+        scale, cap, batch.block_tables.stride(0), q.stride(0), q.stride(1), splits,
         HEADS=heads, GROUP=group, TILE_HEADS=tile_heads, DIM=dim, V_DIM=v_dim, BLOCK_TOKENS=kv.block_tokens,
         WINDOW=view.kv.window or 0, KIND=kind, ROWS=rows, KEYS=launch.keys,
         BLOCK_D=pad_width(dim), BLOCK_V=pad_width(v_dim),

@@ -49,6 +49,10 @@ class Launch:
         """The same sizes for activations of `dtype`: float32 takes half the keys, so that a tile has as many bytes."""
         return self if dtype.itemsize <= 2 else Launch(self.rows, max(16, self.keys // 2), self.warps, 1)
 
+    def for_width(self, dim: int) -> Launch:
+        """The same sizes for heads of `dim` entries: beyond 128 half the rows, so that results stay in registers."""
+        return self if dim <= 128 else replace(self, rows=max(16, self.rows // 2))
+
 
 @dataclass(frozen=True)
 class Tiles:

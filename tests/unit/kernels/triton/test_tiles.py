@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from inferplane.kernels.triton import Products, Tiles
+from inferplane.kernels.triton import Launch, Products, Tiles
 from inferplane.plugin import Context, Features
 from inferplane_cuda.kernels import DEPENDENT_LAUNCH_VARIABLE, products, tiles, uses_dependent_launch
 
@@ -35,3 +35,9 @@ def test_launching_ahead_is_off_unless_asked_for_and_there(monkeypatch):
     monkeypatch.setenv(DEPENDENT_LAUNCH_VARIABLE, "1")
     assert tiles(None, new).ahead and products(None, new).ahead
     assert not tiles(None, old).ahead and not products(None, old).ahead
+
+
+def test_wide_heads_take_half_the_rows():
+    launch = Launch(64, 32, 8, 3)
+    assert launch.for_width(128) == launch and launch.for_width(256) == Launch(32, 32, 8, 3)
+    assert Launch(16, 32).for_width(256).rows == 16, "a product has at least 16"
