@@ -14,7 +14,17 @@ from inferplane.errors import in_words
 from inferplane.ops import Draw
 from inferplane.ops.op import as_tuple
 from inferplane.ops.oracle import to_host
-from inferplane.types import Batch, HostLens, KVCache, KVLayout, KVRequest, LayerKV, QTensor
+from inferplane.types import (
+    Batch,
+    HostLens,
+    HybridCache,
+    KVCache,
+    KVLayout,
+    KVRequest,
+    LayerKV,
+    QTensor,
+    StateCache,
+)
 from inferplane.types.batch import TableRows
 from inferplane.types.state import PADDING_SLOT, StateRows
 
@@ -89,6 +99,7 @@ def caches_in(args: Iterable[Any]) -> list[LayerKV]:
     """The layers' caches among an op's arguments."""
     out: list[LayerKV] = []
     for arg in args:
+        arg = arg.kv if isinstance(arg, HybridCache) else arg
         out += arg.layers if isinstance(arg, KVCache) else [arg] if isinstance(arg, LayerKV) else []
     return out
 
@@ -99,7 +110,9 @@ def views_in(args: Iterable[Any]) -> list[Batch]:
     if (batch := batch_in(args)) is None:
         return []
     tables = [
-        arg.list_tables() if isinstance(arg, KVCache) else [0] for arg in args if isinstance(arg, (KVCache, LayerKV))
+        arg.list_tables() if isinstance(arg, KVCache) else [0]
+        for arg in args
+        if isinstance(arg, (KVCache, LayerKV, HybridCache))
     ]
     return [batch.for_table(number) for numbers in tables for number in numbers]
 
@@ -326,6 +339,9 @@ def describe(args: tuple[Any, ...]) -> str:
             out.append(f"batch of {len(news)} sequences (new tokens of all: {pairs})")
         elif isinstance(arg, LayerKV):
             out.append(f"KV {arg.layout}")
+        elif isinstance(arg, (StateCache, HybridCache)):
+            states = arg.states if isinstance(arg, HybridCache) else arg
+            out.append(f"states of {states.slots} slots")
         else:
             out.append(type(arg).__name__ if isinstance(arg, KVCache) else str(arg))
     return "; ".join(out)

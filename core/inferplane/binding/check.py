@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from inferplane.binding.case import (
     stray_write,
     views_in,
 )
+from inferplane.binding.case_states import WatchedStates, poison_states
 from inferplane.binding.choice import Choice, Options
 from inferplane.binding.link import link
 from inferplane.binding.plan import Plan, PlanSettings
@@ -36,11 +37,14 @@ from inferplane.types import (
     HOST,
     Context,
     Features,
+    HybridCache,
     Kernel,
     KVCache,
     KVLayout,
     KVRequest,
+    LayerKV,
     QTensor,
+    StateCache,
     StepKind,
 )
 
@@ -111,8 +115,8 @@ def run_case(
     """Run a kernel (None: the op's own body) on a sample and compare it with the oracle.
 
     It checks the results' number, shapes, dtypes and values; that nothing is NaN or infinite, with fresh memory
-    poisoned; that no input changed; and, for ops with a cache, the entries that can be read afterwards, and that only
-    the step's slots changed. All other slots of the caches hold stale numbers.
+    poisoned; that no input changed; and, for ops with a cache, the entries and states that can be read afterwards, and
+    that only the step's slots changed. All other slots of the caches hold stale numbers.
 
     Args:
         kernel: the kernel under test.
@@ -140,6 +144,7 @@ def run_case(
     if poisoned:
         for cache, view in zip(caches_in(args), views_in(args)):
             caches.poison(cache, view)
+        poison_states(args)
 
     def rounding(request: KVRequest) -> Callable[..., tuple[torch.Tensor, ...]] | None:
         """A block attends to its own K and V after they were rounded for storage."""
@@ -160,7 +165,7 @@ def run_case(
         packed = _pack_weights(op, kernel, weights, bench, kind, bench.torch_device)
         function = _bind_alone(op, kernel, packed, bench, kind)
         untouched = Untouched(given, packed.values())
-        before = [caches.read_all(kv) for kv in caches_in(given)]
+        before, states = [caches.read_all(kv) for kv in caches_in(given)], WatchedStates(given)
         with poison_memory():
             returned = function(*given)
             got = to_host(returned)
@@ -176,14 +181,16 @@ def run_case(
         written = {s for s in to_host(view.slots).tolist() if s >= 0} if writes else set()
         if stray := stray_write(stored, caches.read_all(kv), written, kv.block_tokens):
             return wrong(stray)
+    if stray := states.describe_stray_write(batch_in(given)):
+        return wrong(stray)
     try:
         compared = op.compare(got, ideal) if ideal is not None else None
     except Exception as raised:
         return wrong(f"result could not be compared ({type(raised).__name__}: {raised})")
     error, detail = (compared.error, compared.detail) if compared else (0.0, "")
-    cache_error = _cache_error(args, ideal_args)
-    if cache_error > error:
-        error, detail = cache_error, "in the cache"
+    for other, place in ((_cache_error(args, ideal_args), "cache"), (states.error(batch, ideal_args), "states")):
+        if other > error:
+            error, detail = other, f"in the {place}"
     outcome = Outcome(True, error, tolerance, detail, described)
     if not outcome.passed or expected is None:
         return outcome
@@ -347,11 +354,21 @@ def _host_arguments(args: tuple[Any, ...], ideal: tuple[Any, ...]) -> tuple[Any,
             out.append(to_host(arg))
         elif isinstance(other, OracleKV):
             out.append(_copy_cache(other))
+        elif isinstance(other, HybridCache):
+            out.append(HybridCache(_copy_cache(other.kv), arg.states.copy_to(HOST)))
+        elif isinstance(other, StateCache):
+            out.append(arg.copy_to(HOST))
         elif isinstance(other, KVCache):
-            out.append(replace(other, layers=tuple(map(_copy_cache, other.layers))))
+            out.append(arg.convert(_copy_of(other), lambda states: states.copy_to(HOST)))
         else:
             out.append(other)
     return tuple(out)
+
+
+def _copy_of(ideal: KVCache) -> Callable[[LayerKV, int], OracleKV]:
+    """A function that returns copies of the oracle's caches, one after another."""
+    twins = iter(ideal.layers)
+    return lambda kv, table: _copy_cache(next(twins))
 
 
 def _copy_cache(kv: Any) -> OracleKV:

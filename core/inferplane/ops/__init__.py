@@ -19,6 +19,7 @@ from inferplane.ops.model import CausalLM, DecoderLayer, DecoderStack, EagleLaye
 from inferplane.ops.moe import MoE, MoEExperts, MoERoute
 from inferplane.ops.op import EXTENSIONS, OPS, Comparison, Cost, Op, Sample, Workload, extension, placeholder, values
 from inferplane.ops.quantize import Quantize
+from inferplane.ops.recurrent.block import RecurrentBlock
 from inferplane.ops.recurrent.conv import CausalConv1d
 from inferplane.ops.recurrent.delta_rule import DeltaRuleGates, GatedDeltaRule
 from inferplane.ops.recurrent.mixers import GatedDeltaNet, Mamba2Mixer, ShortConv
@@ -76,6 +77,7 @@ __all__ = [
     "PrepareAttention",
     "Quantize",
     "RMSNorm",
+    "RecurrentBlock",
     "ResidualLayer",
     "Rope",
     "Sample",

@@ -9,7 +9,18 @@ from typing import Any
 import torch
 
 from inferplane.ops.formats import encode
-from inferplane.types import HOST, PLAIN, Batch, KVRequest, LayerKV, QTensor, Weight
+from inferplane.types import (
+    HOST,
+    PLAIN,
+    Batch,
+    KVRequest,
+    LayerKV,
+    QTensor,
+    StateCache,
+    StateRequest,
+    StateSlots,
+    Weight,
+)
 from inferplane.types.batch import Query, make_batch
 
 BuildKV = Callable[[KVRequest, int], LayerKV]
@@ -99,6 +110,18 @@ class Draw:
         slots = blocks * kv.block_tokens
         kv.write(torch.arange(slots).to(self.device), *self.kv_entries(request, slots))
         return kv
+
+    def state_slots(self, sequences: int) -> list[StateSlots]:
+        """Slots of the states of this many sequences, in random order; one pair stays unused."""
+        order = [1 + slot for slot in self.permutation(2 * (sequences + 1))]
+        return [StateSlots(*order[2 * i : 2 * i + 2]) for i in range(sequences)]
+
+    def fill_states(self, request: StateRequest, sequences: int) -> StateCache:
+        """A layer's states with random numbers in all slots: those before any step of this many sequences."""
+        cache = StateCache(request, 1 + 2 * (sequences + 1), self.dtype, self.device)
+        for tensor in cache.tensors:
+            tensor.copy_(self.normal(*tensor.shape, dtype=tensor.dtype))
+        return cache
 
     # -- weights
 

@@ -18,8 +18,9 @@ from inferplane.ops.linear import GatedMLP, Linear, LMHead
 from inferplane.ops.mla import MLABlock
 from inferplane.ops.moe import MoE
 from inferplane.ops.op import BLOCK, EXTENSIONS, Cost, Op, Sample, Workload, placeholder
+from inferplane.ops.recurrent.block import RecurrentBlock
 from inferplane.ops.sampling import SampleTokens
-from inferplane.types import Batch, KVCache, LayerKV, Weight
+from inferplane.types import Batch, KVCache, LayerKV, LayerPlace, Weight
 from inferplane.types.batch import TableRows
 
 SEVERAL_TABLES = "decoder_stack.several_tables"
@@ -33,7 +34,8 @@ class DecoderLayer(Op, name="decoder_layer"):
     `h, r = attn_norm(x, residual); h, r = mlp_norm(attn(h), r); return mlp(h), r`.
 
     Args of the call:
-        x: `[T, D]`. residual: `[T, D]` or None in the first layer. batch: the step. kv: the layer's cache, changed.
+        x: `[T, D]`. residual: `[T, D]` or None in the first layer. batch: the step. kv: the layer's cache, changed: a
+            `LayerKV`, or a `StateCache` where the block is recurrent.
 
     Returns:
         x and residual, each `[T, D]`.
@@ -44,12 +46,12 @@ class DecoderLayer(Op, name="decoder_layer"):
     tolerance = BLOCK
 
     attn_norm: AddRMSNorm
-    attn: GQABlock | MLABlock
+    attn: GQABlock | MLABlock | RecurrentBlock
     mlp_norm: AddRMSNorm
     mlp: GatedMLP | MoE
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
+        self, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self.attn_norm(x, residual)
         x, residual = self.mlp_norm(self.attn(x, batch, kv), residual)
@@ -114,7 +116,8 @@ class DecoderStack(Op, name="decoder_stack"):
     Args of the call:
         x: `[T, D]`. residual: `[T, D]`, or None before the first layer. batch: the step.
         cache: layer i's cache is `cache.layers[i]`, changed; further caches are not used. Where the cache has several
-            block tables, layer i sees the step as `batch.for_table(cache.tables[i])`.
+            block tables, layer i sees the step as `batch.for_table(cache.tables[i])`. Where layers keep states of
+            sequences, layer i has the cache and the table of `cache.by_layer[i]`.
 
     Returns:
         x and residual, each `[T, D]`.
@@ -130,6 +133,10 @@ class DecoderStack(Op, name="decoder_stack"):
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, cache: KVCache
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if cache.by_layer:
+            for layer, (held, table) in zip(self.layers, cache.by_layer):
+                x, residual = layer(x, residual, batch.for_table(table), held)
+            return x, residual
         if cache.tables:
             for layer, kv, table in zip(self.layers, cache.layers, cache.tables):
                 x, residual = layer(x, residual, batch.for_table(table), kv)
@@ -154,7 +161,8 @@ class DecoderStack(Op, name="decoder_stack"):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Stacks of two and three layers: dense, experts, latent attention, 8-bit weights, several block tables."""
+        """Stacks of two and three layers: dense, experts, latent attention, 8-bit weights, several block tables,
+        recurrent layers around one with attention."""
         by_label = {sample.label: sample for sample in DecoderLayer.samples()}
 
         def stack(label: str, *names: str) -> Sample:
@@ -188,6 +196,25 @@ class DecoderStack(Op, name="decoder_stack"):
 
             return Sample(label, DecoderStack((whole, windowed, whole)), inputs, first.step_kind)
 
+        def stack_with_states(label: str, name: str) -> Sample:
+            """Layers with attention after one with a recurrence, and before another one."""
+            first = by_label[name]
+            attending: Any = first.op
+            block = next(s.op for s in RecurrentBlock.samples() if s.label.startswith("gated_delta_net"))
+            recurrent: Any = replace(attending, attn=block)
+
+            def inputs(d: Draw) -> tuple[Any, ...]:
+                x, residual, batch, kv = first.inputs(d)
+                n, (request,) = batch.seq_lens.shape[0], block.state_requests()
+                slots = d.state_slots(n)
+                states = d.fill_states(request, n), d.fill_states(request, n)
+                blocks = int(batch.block_tables.max()) + 1
+                places = LayerPlace(states[0]), LayerPlace(kv), LayerPlace(states[1])
+                cache = KVCache((kv,), blocks, kv.block_tokens, by_layer=places)
+                return x, residual, batch.with_states(slots), cache
+
+            return Sample(label, DecoderStack((recurrent, attending, recurrent)), inputs, first.step_kind)
+
         return [
             stack("decode", "gqa_mlp_decode", "gqa_mlp_decode"),
             stack("mixed", "gqa_mlp_mixed", "gqa_mlp_mixed"),
@@ -196,6 +223,8 @@ class DecoderStack(Op, name="decoder_stack"):
             stack("int8", "gqa_mlp_int8", "gqa_mlp_int8"),
             stack_of_tables("tables", "gqa_mlp_decode"),
             stack_of_tables("tables_mixed", "gqa_mlp_mixed"),
+            stack_with_states("states", "gqa_mlp_decode"),
+            stack_with_states("states_mixed", "gqa_mlp_mixed"),
         ]
 
 
@@ -304,7 +333,7 @@ class CausalLM(Op, name="causal_lm"):
     """A causal language model: embed, layers, final norm, head.
 
     Args of the call:
-        batch: the step. cache: layer i's cache is `cache.layers[i]`; changed.
+        batch: the step. cache: as of the stack; changed.
 
     Returns:
         logits float32 `[R, V]` of the requested rows, and the hidden states after the final norm `[T, D]`.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from typing_extensions import dataclass_transform
@@ -19,8 +19,10 @@ from typing_extensions import dataclass_transform
 from inferplane.errors import UsageError
 from inferplane.ops.draw import Draw
 from inferplane.renamed import old_attributes
-from inferplane.types import PLAIN, KVRequest, QTensor, StepKind, Weight
+from inferplane.types import PLAIN, KVRequest, QTensor, StateRequest, StepKind, Weight
 from inferplane.types.scratch import Scratch
+
+Request = TypeVar("Request", KVRequest, StateRequest)
 
 OPS: dict[str, type[Op]] = {}
 """Every op by name."""
@@ -114,8 +116,8 @@ class Op(Scratch):
     A field that is added later is an `extension(default)`. A new op that stands where kernels of the ops above it know
     another one (another attention in a decoder layer) is declared with `extension=True`.
 
-    Fields may be weights, numbers, strings, dtypes, `KVRequest`s, `ActivationQuant`s, child ops (or None), and tuples
-    of child ops. Core and backends decide by the class attributes below, never by an op's name.
+    Fields may be weights, numbers, strings, dtypes, `KVRequest`s, `StateRequest`s, `ActivationQuant`s, child ops (or
+    None), and tuples of child ops. Core and backends decide by the class attributes below, never by an op's name.
     """
 
     name: ClassVar[str] = "op"
@@ -264,15 +266,22 @@ class Op(Scratch):
 
     def kv_requests(self) -> tuple[KVRequest, ...]:
         """The distinct cache requests of this op and all ops below, in order."""
-        return self.once("kv_requests", self._find_kv_requests)
+        return self._requests(KVRequest)
 
-    def _find_kv_requests(self) -> tuple[KVRequest, ...]:
-        found: dict[KVRequest, None] = {}
+    def state_requests(self) -> tuple[StateRequest, ...]:
+        """The distinct requests for states of sequences of this op and all ops below, in order."""
+        return self._requests(StateRequest)
+
+    def _requests(self, kind: type[Request]) -> tuple[Request, ...]:
+        return self.once(kind.__name__, self._find_requests, kind)
+
+    def _find_requests(self, kind: type[Request]) -> tuple[Request, ...]:
+        found: dict[Request, None] = {}
         for _, value in self.items():
-            if isinstance(value, KVRequest):
+            if isinstance(value, kind):
                 found[value] = None
             elif isinstance(value, Op):
-                found.update(dict.fromkeys(value.kv_requests()))
+                found.update(dict.fromkeys(value._requests(kind)))
         return tuple(found)
 
     def formats(self) -> frozenset[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from inferplane.types import HOST, Batch, KVCache, KVRequest, LayerKV, QTensor, StateRows
+from inferplane.types import HOST, Batch, HybridCache, KVCache, KVRequest, LayerKV, QTensor, StateCache, StateRows
 
 Stored = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -70,7 +70,8 @@ def to_host(value: Any, *, widen: bool = False) -> Any:
 def oracle_arguments(
     args: tuple[Any, ...], through: Callable[[KVRequest], Stored | None] = lambda request: None
 ) -> tuple[Any, ...]:
-    """Arguments for the oracle: float32 host tensors, the batch on the host, caches as `OracleKV` with equal contents.
+    """Arguments for the oracle: float32 host tensors, the batch on the host, caches as `OracleKV` with equal contents,
+    copies of states.
 
     Call it before the kernel runs, because the kernel changes the caches.
 
@@ -91,9 +92,16 @@ def oracle_arguments(
         twin.through = through(kv.request)
         return twin
 
+    def mirror_states(states: StateCache) -> StateCache:
+        return states.copy_to(HOST, torch.float32)
+
     def to_oracle(arg: Any) -> Any:
         if isinstance(arg, KVCache):
-            return replace(arg, layers=tuple(map(mirror, arg.layers, arg.list_tables())))
+            return arg.convert(mirror, mirror_states)
+        if isinstance(arg, HybridCache):
+            return HybridCache(mirror(arg.kv), mirror_states(arg.states))
+        if isinstance(arg, StateCache):
+            return mirror_states(arg)
         return mirror(arg) if isinstance(arg, LayerKV) else to_host(arg, widen=True)
 
     return tuple(map(to_oracle, args))

@@ -14,7 +14,18 @@ from inferplane.types.kernel import (
     Kernels,
     When,
 )
-from inferplane.types.kv import KVCache, KVKind, KVLayout, KVRequest, LayerKV, Layouts, register_kv_kind
+from inferplane.types.kv import (
+    HybridCache,
+    KVCache,
+    KVKind,
+    KVLayout,
+    KVRequest,
+    LayerCache,
+    LayerKV,
+    LayerPlace,
+    Layouts,
+    register_kv_kind,
+)
 from inferplane.types.placement import WHOLE, Placement, Shard
 from inferplane.types.qtensor import QTensor
 from inferplane.types.state import StateCache, StateRequest, StateRows, StateSlots, StateTensor
@@ -41,13 +52,16 @@ __all__ = [
     "Feature",
     "Features",
     "HostLens",
+    "HybridCache",
     "KVCache",
     "KVKind",
     "KVLayout",
     "KVRequest",
     "Kernel",
     "Kernels",
+    "LayerCache",
     "LayerKV",
+    "LayerPlace",
     "Layouts",
     "Memory",
     "ModelOutput",

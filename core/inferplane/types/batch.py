@@ -141,6 +141,14 @@ class Batch(Scratch):
             )
         return self.states
 
+    def with_states(self, slots: Sequence[StateSlots]) -> Batch:
+        """The same step, whose sequences have these slots of states."""
+        rows = (torch.tensor(part, dtype=torch.int64).to(self.ids.device) for part in zip(*slots))
+        batch = replace(self, states=StateRows(*rows))
+        if batch.few is None and batch.many is None:
+            return batch
+        return _divide(batch, 0 if batch.few is None else batch.few.seq_lens.shape[0])
+
     def split(self) -> tuple[Batch | None, Batch | None]:
         """The leading sequences with few query tokens, and the rest: each a separate batch, or None.
 

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,7 @@ from inferplane.errors import UsageError
 from inferplane.renamed import warn_of_old_name
 from inferplane.types.device import HOST
 from inferplane.types.scratch import Scratch
+from inferplane.types.state import StateCache
 
 EntryShapes = Callable[["KVRequest"], tuple[tuple[int, ...], ...]]
 
@@ -224,18 +225,38 @@ Layouts = Mapping[KVRequest, KVLayout]
 """The layout chosen for each distinct request of a model; all have the same `block_tokens`."""
 
 
+class HybridCache(NamedTuple):
+    """The caches of a layer in which attention and a recurrence stand side by side."""
+
+    kv: LayerKV
+    states: StateCache
+
+
+LayerCache = LayerKV | StateCache | HybridCache | None
+"""What a layer is called with: entries of tokens, states of sequences, both, or nothing."""
+
+
+class LayerPlace(NamedTuple):
+    """A layer's cache, and the number of the block table in which the layer sees the step."""
+
+    cache: LayerCache
+    table: int = 0
+
+
 @dataclass(frozen=True)
 class KVCache:
-    """The caches of all layers of a model: decoder layer i uses `layers[i]`.
+    """The caches of all layers of a model: decoder layer i uses `layers[i]`, or `by_layer[i]` where there is one.
 
     Args:
-        layers: one `LayerKV` per layer.
+        layers: one `LayerKV` per layer that has one.
         blocks: number of blocks in each layer.
         block_tokens: tokens per block, the same for every layer.
         extra: not used by Inferplane; what a backend's `build_kv_cache` put there in 0.1. It ends with the next minor
             release: keep such objects on a `LayerKV`, or in its `once`.
         tables: number of the block table of each layer: layer i reads `batch.for_table(tables[i])`. Empty: all layers
             read the batch itself.
+        by_layer: what each decoder layer is called with, where some layers keep states or nothing; their `LayerKV` are
+            those in `layers`, in order. Empty: every layer has one `LayerKV` and no states.
     """
 
     layers: tuple[LayerKV, ...]
@@ -243,6 +264,7 @@ class KVCache:
     block_tokens: int
     extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
     tables: tuple[int, ...] = ()
+    by_layer: tuple[LayerPlace, ...] = ()
 
     def __post_init__(self) -> None:
         if self.extra:
@@ -260,3 +282,29 @@ class KVCache:
     def storages(self) -> list[LayerKV]:
         """A cache for each distinct memory: layers in different block tables may share one (`LayerKV.share`)."""
         return [*{id(layer.shares or layer): layer.shares or layer for layer in self.layers}.values()]
+
+    def list_states(self) -> list[StateCache]:
+        """The states of each layer that keeps some, in order."""
+        found = (cache.states if isinstance(cache, HybridCache) else cache for cache, _ in self.by_layer)
+        return [cache for cache in found if isinstance(cache, StateCache)]
+
+    def convert(
+        self, convert_kv: Callable[[LayerKV, int], LayerKV], convert_states: Callable[[StateCache], StateCache]
+    ) -> KVCache:
+        """The same places with other caches in them.
+
+        Args:
+            convert_kv: a layer's entries and the number of its block table -> the other's.
+            convert_states: a layer's states -> the other's.
+        """
+        layers = tuple(map(convert_kv, self.layers, self.list_tables()))
+        others: dict[int, Any] = {id(old): new for old, new in zip(self.layers, layers)}
+        others |= {id(old): convert_states(old) for old in self.list_states()}
+
+        def convert_place(place: LayerPlace) -> LayerPlace:
+            cache: Any = place.cache
+            if isinstance(cache, HybridCache):
+                return place._replace(cache=HybridCache(*(others[id(part)] for part in cache)))
+            return place._replace(cache=others.get(id(cache)))
+
+        return replace(self, layers=layers, by_layer=tuple(map(convert_place, self.by_layer)))

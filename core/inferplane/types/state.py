@@ -80,6 +80,15 @@ class StateCache(Scratch):
             for tensor in request.tensors
         )
 
+    def copy_to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> StateCache:
+        """The same states in memory of their own.
+
+        Args:
+            device: of the copy.
+            dtype: of the copy; None: each tensor's own.
+        """
+        return self.copy_with(tensors=tuple(t.detach().to(device, dtype, copy=True) for t in self.tensors))
+
     def read(self, rows: StateRows) -> tuple[torch.Tensor, ...]:
         """The states before the step, `[B, *shape]` each. Those of sequences that begin in the step are of an earlier
         owner of the slot: an op does not read them, and begins with zeros.

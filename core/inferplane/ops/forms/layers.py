@@ -18,10 +18,11 @@ from inferplane.ops.linear import GatedMLP
 from inferplane.ops.mla import MLABlock
 from inferplane.ops.moe import MoE
 from inferplane.ops.op import BLOCK, Op, Sample, placeholder
-from inferplane.types import Batch, LayerKV
+from inferplane.ops.recurrent.block import RecurrentBlock
+from inferplane.types import Batch
 
 NormBefore = AddRMSNorm | AddNorm
-Attention = GQABlock | MLABlock
+Attention = GQABlock | MLABlock | RecurrentBlock
 FeedForward = GatedMLP | MLP | MoE
 
 
@@ -55,7 +56,7 @@ class ResidualLayer(Op, name="residual_layer", extension=True):
     factor: float = 1.0
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
+        self, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.attn_norm is None:
             h = residual = x if residual is None else x + residual
@@ -122,7 +123,7 @@ class ParallelLayer(Op, name="parallel_layer", extension=True):
     mlp: FeedForward
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
+        self, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         h, residual = self.norm(x, residual)
         return self.attn(h, batch, kv) + self.mlp(h), residual

@@ -15,7 +15,7 @@ from inferplane.ops.recurrent.delta_rule import DeltaRuleGates, GatedDeltaRule
 from inferplane.ops.recurrent.norm import GatedRMSNorm
 from inferplane.ops.recurrent.ragged import draw_batch
 from inferplane.ops.recurrent.scan import SelectiveScan
-from inferplane.types import Batch, Weight
+from inferplane.types import Batch, StateTensor, Weight
 
 DECODE: Sequences = [(1, 5), (1, 0), (3, 90)]
 MIXED: Sequences = [(1, 100), (2, 0), (40, 0), (11, 60)]
@@ -79,6 +79,16 @@ class GatedDeltaNet(Op, name="gated_delta_net"):
         y, state = self.rule(q, k, v.unflatten(1, (heads, v_dim)), *self.gates(a, b), batch, state)
         return self.o(self.norm(y, z.unflatten(1, (heads, v_dim))).flatten(1)), conv_state, state
 
+    def list_states(self) -> tuple[StateTensor, ...]:
+        """What it keeps of a sequence: the states of its call, in order."""
+        (_, heads), (k_dim, v_dim) = self.heads, self.dims
+        return _list_inputs(self.conv), StateTensor((heads, k_dim, v_dim))
+
+    @property
+    def width(self) -> int:
+        """Entries of a row of its inputs and results."""
+        return self.qkvz.weight.shape[1]
+
     @classmethod
     def samples(cls) -> Sequence[Sample]:
         """Decode and mixed steps, both orders of rows."""
@@ -99,7 +109,7 @@ class GatedDeltaNet(Op, name="gated_delta_net"):
                 dims=(k_dim, v_dim),
                 grouped=grouped,
             )
-            return _sample(label, op, sequences, (2 * keys + values, 3), (heads, k_dim, v_dim))
+            return _sample(label, op, sequences)
 
         return [
             sample("decode", DECODE, grouped=False),
@@ -149,6 +159,15 @@ class Mamba2Mixer(Op, name="mamba2_mixer"):
         y, state = self.scan(h.unflatten(1, (heads, dim)), dt, b, c, batch, state)
         return self.o(self.norm(y.flatten(1), z)), conv_state, state
 
+    def list_states(self) -> tuple[StateTensor, ...]:
+        """What it keeps of a sequence: the states of its call, in order."""
+        return _list_inputs(self.conv), StateTensor((self.heads[1], *self.dims))
+
+    @property
+    def width(self) -> int:
+        """Entries of a row of its inputs and results."""
+        return self.proj.weight.shape[1]
+
     @classmethod
     def samples(cls) -> Sequence[Sample]:
         """Decode and mixed steps; one group and several; biases."""
@@ -167,7 +186,7 @@ class Mamba2Mixer(Op, name="mamba2_mixer"):
                 heads=(groups, heads),
                 dims=(dim, size),
             )
-            return _sample(label, op, sequences, (channels, 3), (heads, dim, size))
+            return _sample(label, op, sequences)
 
         return [
             sample("decode", DECODE, 1),
@@ -203,6 +222,15 @@ class ShortConv(Op, name="short_conv"):
         y, conv_state = self.conv(b * h, batch, conv_state)
         return self.o(c * y), conv_state
 
+    def list_states(self) -> tuple[StateTensor, ...]:
+        """What it keeps of a sequence: the states of its call, in order."""
+        return (_list_inputs(self.conv),)
+
+    @property
+    def width(self) -> int:
+        """Entries of a row of its inputs and results."""
+        return self.proj.weight.shape[1]
+
     @classmethod
     def samples(cls) -> Sequence[Sample]:
         """Decode and mixed steps, with and without biases."""
@@ -211,9 +239,15 @@ class ShortConv(Op, name="short_conv"):
             at = lambda n: placeholder(n) if bias else None  # noqa: E731
             conv = CausalConv1d(placeholder(48, 3), at(48), silu=False)
             op = ShortConv(Linear(placeholder(144, 48), at(144)), conv, Linear(placeholder(48, 48), at(48)))
-            return _sample(label, op, sequences, (48, 2))
+            return _sample(label, op, sequences)
 
         return [sample("decode", DECODE, bias=False), sample("mixed", MIXED, bias=True)]
+
+
+def _list_inputs(conv: CausalConv1d) -> StateTensor:
+    """The last inputs of a convolution, in the plan's dtype."""
+    channels, size = conv.weight.shape
+    return StateTensor((channels, size - 1), None)
 
 
 def _slow(heads: int) -> Weight:
@@ -221,17 +255,12 @@ def _slow(heads: int) -> Weight:
     return Weight((), (heads,), torch.float32, make=lambda: torch.linspace(-4.0, -1.0, heads))
 
 
-def _sample(
-    label: str, op: GatedDeltaNet | Mamba2Mixer | ShortConv, sequences: Sequences, *states: tuple[int, ...]
-) -> Sample:
-    """A sample whose states, the convolution's first, have these shapes for each sequence."""
-    proj = op.qkvz if isinstance(op, GatedDeltaNet) else op.proj
+def _sample(label: str, op: GatedDeltaNet | Mamba2Mixer | ShortConv, sequences: Sequences) -> Sample:
+    """A sample with random states."""
 
     def inputs(d: Draw) -> tuple[Any, ...]:
         batch = draw_batch(d, sequences)
-        drawn = [
-            d.normal(len(sequences), *shape, dtype=None if i == 0 else torch.float32) for i, shape in enumerate(states)
-        ]
-        return d.normal(batch.tokens, proj.weight.shape[1]), batch, *drawn
+        drawn = [d.normal(len(sequences), *state.shape, dtype=state.dtype) for state in op.list_states()]
+        return d.normal(batch.tokens, op.width), batch, *drawn
 
     return Sample(label, op, inputs, "decode" if sequences is DECODE else "mixed")

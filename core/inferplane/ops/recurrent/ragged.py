@@ -114,12 +114,13 @@ def each_chunk(before: int, tokens: int, size: int = CHUNK_TOKENS) -> Iterator[s
         start = stop
 
 
-def draw_batch(draw: Draw, sequences: Sequences) -> Batch:
-    """A step over these sequences without a cache of tokens, for samples."""
+def draw_batch(draw: Draw, sequences: Sequences, *, states: bool = False) -> Batch:
+    """A step over these sequences without a cache of tokens, for samples; `states`: with slots of their states."""
     size, queries, first = SAMPLE_BLOCK_TOKENS, [], 0
     for new, before in sequences:
         count = -(-(new + before) // size)
         ids = [int(i) for i in torch.randint(0, 97, (new,), generator=draw.generator)]
         queries.append(Query(ids, before, range(first, first + count)))
         first += count
-    return make_batch(queries, block_tokens=size, device=draw.device)
+    batch = make_batch(queries, block_tokens=size, device=draw.device)
+    return batch.with_states(draw.state_slots(len(sequences))) if states else batch
