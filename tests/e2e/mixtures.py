@@ -7,6 +7,8 @@ import random
 import torch
 
 from inferplane.engine.runner.model_runner import Runner
+from inferplane.kvcache import StatePool
+from inferplane.types import StateCache, StateSlots
 from inferplane.types.batch import FEW_TOKENS, Query, make_batch
 
 
@@ -17,6 +19,11 @@ def ragged(runner: Runner, many: list[list[int]]) -> tuple[list[torch.Tensor], s
     """
     cache = runner.cache
     assert cache is not None
+    slots: list[StateSlots | None] = [None] * len(many)
+    if cache.list_states():
+        states = StatePool(len(many))
+        cache = runner.cache = cache.convert(lambda kv, _: kv, lambda old: unwritten(old, states.slots))
+        slots = [states.allocate() for _ in many]
     for layer in cache.layers:
         for entry in layer.entries:  # type: ignore[attr-defined]
             entry.fill_(float("nan"))
@@ -32,7 +39,8 @@ def ragged(runner: Runner, many: list[list[int]]) -> tuple[list[torch.Tensor], s
         chosen = [(i, min(draw.choice((1, 1, 2, 7, 8, 9, 20, 40)), len(many[i]) - done[i])) for i in live]
         chosen = sorted(draw.sample(chosen, draw.randint(1, len(chosen))), key=lambda c: c[1] > FEW_TOKENS)
         queries = [
-            Query(many[i][done[i] : done[i] + n], done[i], tables[i][0], more_blocks=tables[i][1:]) for i, n in chosen
+            Query(many[i][done[i] : done[i] + n], done[i], tables[i][0], more_blocks=tables[i][1:], state=slots[i])
+            for i, n in chosen
         ]
         batch = make_batch(queries, block_tokens=cache.block_tokens, device="cpu")
         logits, hidden = runner.run(batch)
@@ -40,5 +48,13 @@ def ragged(runner: Runner, many: list[list[int]]) -> tuple[list[torch.Tensor], s
         for (i, n), rows in zip(chosen, logits.split([n for _, n in chosen])):
             got[i].append(rows)
             done[i] += n
+            if (pair := slots[i]) is not None:
+                slots[i] = StateSlots(pair.write, pair.read)
         kinds.add((batch.kind, batch.few is not None, batch.many is not None))
     return [torch.cat(rows) for rows in got], kinds
+
+
+def unwritten(states: StateCache, slots: int) -> StateCache:
+    """States like these for as many slots, full of NaN."""
+    tensors = [t.new_full((slots, *t.shape[1:]), float("nan")) for t in states.tensors]
+    return states.copy_with(slots=slots, tensors=tuple(tensors))

@@ -48,8 +48,8 @@ def plan_lines(
     """The lines of a whole plan.
 
     Args:
-        data: the result of `explain`; with `kv_tables` and `decode_steps`, what windows release and which steps are
-            captured are shown too.
+        data: the result of `explain`; with `kv_tables`, `states` and `decode_steps`, what windows release, what
+            recurrent layers keep and which steps are captured are shown too.
         width: columns to which reasons are wrapped.
         verbose: also show rejected kernels.
         architectures: those the backend knows, shown if the plan assumes one.
@@ -94,10 +94,14 @@ def _head(data: Mapping[str, Any], architectures: Sequence[str]) -> Iterator[Lin
     else:
         where = f", bound on {data['device']}{', ' if data['arch'] else ''}{data['arch']}"
     layouts = ", ".join(sorted({layout["layout"] for layout in data["kv_layouts"]}))
+    cache = f"KV layout {layouts}{_windows(data)}" if layouts else "no KV cache"
     yield [(data["model"] or "model", "bold"), (f" in {data['dtype']}{where}", "")]
     size = data["weight_bytes"] / MIB
     words = f"{size:,.1f} MiB" if size < 10 * 1024 else f"{size / 1024:,.1f} GiB"
-    yield [(f"weights {words}, KV layout {layouts}{_windows(data)}", "")]
+    yield [(f"weights {words}, {cache}", "")]
+    if states := data.get("states"):
+        words = f"{states['layers']} recurrent layer(s) keep {states['sequence_bytes'] / MIB:,.1f} MiB of each sequence"
+        yield [(f"{words}; prefixes are not reused, and drafts are refused", "")]
 
 
 def _windows(data: Mapping[str, Any]) -> str:

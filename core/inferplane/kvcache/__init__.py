@@ -3,11 +3,12 @@
 from inferplane.kvcache.allocator import BlockAllocator, block_hashes, root_hash
 from inferplane.kvcache.blocked import BlockedKV
 from inferplane.kvcache.paged import KV_DTYPES, PagedKV, paged_layout
-from inferplane.kvcache.states import StatePool
+from inferplane.kvcache.states import SLOTS_PER_SEQUENCE, StatePool
 from inferplane.kvcache.tables import TablePlan, blocks_held, deal_layers, single_table, widest_window
 
 __all__ = [
     "KV_DTYPES",
+    "SLOTS_PER_SEQUENCE",
     "BlockAllocator",
     "BlockedKV",
     "PagedKV",

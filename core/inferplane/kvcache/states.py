@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from inferplane.errors import UsageError
+from inferplane.types import KVCache
 from inferplane.types.state import PADDING_SLOT, StateSlots
+
+SLOTS_PER_SEQUENCE = 2
 
 
 class StatePool:
@@ -24,10 +27,16 @@ class StatePool:
         self._free = [StateSlots(first + 2 * i, first + 2 * i + 1) for i in reversed(range(sequences))]
         self._used: set[int] = set()
 
+    @classmethod
+    def of(cls, cache: KVCache) -> StatePool | None:
+        """The pool for as many sequences as a cache has states of; None if none of its layers keeps any."""
+        states = cache.list_states()
+        return cls((states[0].slots - 1) // SLOTS_PER_SEQUENCE) if states else None
+
     @property
     def slots(self) -> int:
         """Number of slots that a `StateCache` has to have, that of padding included."""
-        return PADDING_SLOT + 1 + 2 * self.total
+        return PADDING_SLOT + 1 + SLOTS_PER_SEQUENCE * self.total
 
     @property
     def available(self) -> int:

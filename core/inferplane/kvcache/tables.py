@@ -82,11 +82,11 @@ def single_table(requests: Sequence[KVRequest], also: Sequence[KVRequest] = (), 
     """One block table for all layers.
 
     Args:
-        requests: of the layers.
+        requests: of the layers; none: no layer reads a block, so the table keeps none but that of the next token.
         also: of layers elsewhere that read the same table.
         reason: see `TablePlan`.
     """
-    window = widest_window([r.window for r in (*requests, *also)])
+    window = widest_window([r.window for r in (*requests, *also)]) if requests or also else 1
     return TablePlan((window,), (0,) * len(requests), tuple(range(len(requests))), tuple(requests), reason)
 
 

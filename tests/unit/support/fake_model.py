@@ -8,6 +8,7 @@ or left stale, or a draft left behind changes what comes out; an entry that was 
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache, lru_cache, reduce
 from types import SimpleNamespace
 
@@ -18,8 +19,9 @@ from inferplane.engine.request.state import Request
 from inferplane.engine.sampling.batch_rows import BatchRow
 from inferplane.engine.sampling.sampler import Sampler
 from inferplane.engine.speculate import Proposer, SpeculativeConfig
+from inferplane.kvcache import StatePool
 from inferplane.ops import SampleTokens
-from inferplane.types import HOST, KVCache
+from inferplane.types import HOST, KVCache, LayerPlace, StateCache, StateRequest, StateTensor
 from tests.unit.support.small import bound
 
 V, END = 23, 0
@@ -82,12 +84,20 @@ class FakeRunner:
     """See the module. `before` is called with each batch first; `batches` and `rows` count.
 
     It has one layer for each of `windows`, with a block table of its own. A layer's entries depend on the state behind
-    the layer before it. All layers keep theirs in one memory.
+    the layer before it. All layers keep theirs in one memory. With `recurrent` sequences the first layer, which sees
+    all tokens, computes the same from a state instead, for as many sequences at a time.
     """
 
-    def __init__(self, blocks=64, block_tokens=4, max_model_len=100_000, windows=(None,)):
+    def __init__(self, blocks=64, block_tokens=4, max_model_len=100_000, windows=(None,), recurrent=0):
         self.windows, self.limited_by_cache, self.ranks = windows, False, None
         self.cache = KVCache((self,), blocks, block_tokens)
+        self.states = None
+        if recurrent:
+            assert windows[0] is None
+            request = StateRequest((StateTensor((1,), torch.int64),))
+            self.states = StateCache(request, StatePool(recurrent).slots, torch.float32, HOST)
+            self.states.tensors[0].fill_(0x5A5A5A5A)
+            self.cache = replace(self.cache, by_layer=(LayerPlace(self.states),))
         self.backend = SimpleNamespace(torch_device_indexed=HOST, name="fake")
         self.model = SimpleNamespace(vocab=V, layers=(), mtp=())
         self.files, self.options = (
@@ -111,7 +121,10 @@ class FakeRunner:
         assert len({*slots}) == len(slots), "two tokens in one slot"
         states = batch.ids.tolist()
         for view, window in zip(views, self.windows):
-            self.run_layer(view, window, states)
+            if self.states is not None and view is batch:
+                self.run_recurrence(batch, states)
+            else:
+                self.run_layer(view, window, states)
         at = range(len(states)) if batch.logit_rows is None else batch.logit_rows.tolist()
         return logits_after([states[i] for i in at]), torch.tensor([[s >> 54] for s in states])
 
@@ -130,6 +143,16 @@ class FakeRunner:
                     state = reduce(fold, map(look, range(max(0, i + 1 - window), i)), START)
                 e[slots[t]] = entry(state, states[t])
                 state = states[t] = fold(state, e[table[i // n] * n + i % n])
+
+    def run_recurrence(self, batch, states):
+        """As `run_layer` without a window, from the state before the step alone."""
+        (stored,), rows = self.states.tensors, batch.list_states()
+        for i, row in enumerate(batch.rows()):
+            begins = row.tokens == row.stop - row.start
+            state = START if begins else int(stored[rows.read[i]]) & MASK
+            for t in range(row.start, row.stop):
+                state = states[t] = fold(state, entry(state, states[t]))
+            stored[rows.write[i]] = state - (MASK + 1 if state >> 63 else 0)
 
 
 class Watched(Engine):
@@ -181,6 +204,10 @@ class Watched(Engine):
             for b in held:
                 users[b] = users.get(b, 0) + 1
         assert users == a._users, "users are the tables'"
+        if s.states is not None:
+            slots = [slot for r in s.running for slot in r.state]
+            assert len({*slots}) == len(slots) and 0 not in slots and all(r.state is None for r in s.waiting)
+            assert s.states.available + len(s.running) == s.states.total, "a slot was lost"
         assert all(r.finish_reason is None and not r.tables and not r.computed for r in s.waiting)
         live = {id(r) for r in (*s.running, *s.waiting)}
         assert len(live) == len(s.running) + len(s.waiting) and len(s.running) <= s.limits.max_num_seqs
@@ -243,7 +270,8 @@ def tell_alone(request):
 
 def engine(blocks=64, block_tokens=4, *, script=None, drafts=3, spec=None, **options):
     """A watched engine; `script` names a scripted proposer, `spec` holds fields of SpeculativeConfig."""
-    runner = FakeRunner(blocks, block_tokens, options.pop("max_model_len", 100_000), options.pop("windows", (None,)))
+    sizes = {name: options.pop(name) for name in ("max_model_len", "windows", "recurrent") if name in options}
+    runner = FakeRunner(blocks, block_tokens, **sizes)
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, **options}
     if script is not None or spec is not None:
         fields = {"method": "ngram", "num_speculative_tokens": drafts, **(spec or {})}

@@ -109,7 +109,7 @@ def _devices_needed(estimated: Callable[[int], Estimate], devices: int) -> int |
 
 
 def _shortage(found: Estimate) -> str:
-    short = found.weights + found.workspace + found.min_kv_bytes - (found.memory or 0)
+    short = found.weights + found.workspace + found.states + found.min_kv_bytes - (found.memory or 0)
     where = " on each device" if found.devices > 1 else ""
     if found.devices_needed is None:
         remedy = f"no power of two of such devices up to {MAX_DEVICES} is enough; quantize, or use larger devices"
@@ -162,6 +162,9 @@ def _bytes_table(found: Estimate, model: str, device: str) -> Table:
     if found.unreleased_window:
         share = found.unreleased_window / found.block
         table.add_row("of it windows", f"{share:.0%}", "layers that keep all tokens, as others of the model do")
+    if found.state_sequence:
+        words = f"whatever its length; {format_bytes(found.states)} for {found.max_num_seqs} sequences"
+        table.add_row("states, a sequence", format_bytes(found.state_sequence), words)
     if found.memory is not None:
         table.add_row("memory", format_bytes(found.memory))
         table.add_row("left for the cache", format_bytes(found.left or 0))

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     if args.step is not None:
         runner.plan.choices = {args.step: runner.plan.choices[args.step]}
     entry = entry_of(host(), runner)
-    data = {**explain(runner.plan, files.name), "kv_tables": runner.tables.data(), "decode_steps": steps}
+    data = {**explain(runner.plan, files.name), **runner.describe_caches(), "decode_steps": steps}
     if args.json:
         from inferplane.cli.verbs.devices import probe_data
 

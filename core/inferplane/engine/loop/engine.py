@@ -21,7 +21,7 @@ from inferplane.engine.sampling.sampler import Sampler
 from inferplane.engine.schedule.scheduler import Limits, ScheduledChunk, Scheduler
 from inferplane.engine.speculate import SpeculativeConfig, Speculator, VerifiedChunk
 from inferplane.errors import CapacityError, EngineError, UsageError, in_words, warn
-from inferplane.kvcache import BlockAllocator, root_hash
+from inferplane.kvcache import BlockAllocator, StatePool, root_hash
 from inferplane.types import KVCache, ModelOutput
 from inferplane.types.batch import make_batch
 
@@ -38,7 +38,7 @@ class Engine:
         max_num_batched_tokens: maximum number of tokens in a step; longer prompts are split into chunks.
         max_new_sequences: maximum number of sequences that join in one step.
         max_waiting: maximum number of waiting requests; None: unlimited.
-        enable_prefix_caching: reuse blocks of equal prefixes.
+        enable_prefix_caching: reuse blocks of equal prefixes; never with layers that keep states of sequences.
         speculative_config: draft and verify several tokens per step; None: one token per step.
     """
 
@@ -69,9 +69,9 @@ class Engine:
         facts = (runner.files.name, str(runner.dtype), runner.options.kv_cache_dtype, str(runner.options.quantization))
         caching = enable_prefix_caching
         root: Callable[[str], bytes] | None = (lambda tenant: root_hash(*facts, tenant)) if caching else None
-        config = speculative_config
+        config, states, size = speculative_config, StatePool.of(self.cache), self.cache.block_tokens
         lookahead = 1 if config is not None and config.hash_covers_next_token else 0
-        self.scheduler = Scheduler(self.allocator, self.cache.block_tokens, limits, root, lookahead, runner.windows)
+        self.scheduler = Scheduler(self.allocator, size, limits, root, lookahead, runner.windows, states)
         self.sampler = Sampler(runner.sample, self.vocab, self.device)
         self.speculator = Speculator(config, runner, self.scheduler) if config is not None else None
         self.metrics = Metrics()

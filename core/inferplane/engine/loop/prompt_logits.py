@@ -42,6 +42,13 @@ def prompt_logits(engine: Engine, prompt: Sequence[int], chunk_tokens: int | Non
         [],
     )
     sequence = Request("prompt_logits", list(prompt), SamplingParams(max_tokens=1))
+    if scheduler.states is not None:
+        sequence.state = scheduler.states.allocate()
+        if sequence.state is None:
+            raise CapacityError(
+                f"All {scheduler.states.total} sequences that have slots for states are running.",
+                remedy="wait until one ends, or raise max_num_seqs",
+            )
     try:
         for start in range(0, len(prompt), step):
             ids = list(prompt[start : start + step])
@@ -53,11 +60,12 @@ def prompt_logits(engine: Engine, prompt: Sequence[int], chunk_tokens: int | Non
                     remedy="run fewer or shorter sequences at once, or give the cache more memory",
                 )
             blocks, *more_blocks = tables.first_blocks(sequence, start + len(ids))
-            query = Query(ids, start, blocks, None, more_blocks)
+            query = Query(ids, start, blocks, None, more_blocks, sequence.state)
             batch = make_batch([query], block_tokens=engine.cache.block_tokens, device=engine.device)
             out.append(engine.runner.run(batch)[0].to(HOST))
             sequence.computed += len(ids)
+            sequence.exchange_state()
             tables.release_out_of_window(sequence)
     finally:
-        tables.release_all(sequence)
+        scheduler.release(sequence)
     return torch.cat(out)

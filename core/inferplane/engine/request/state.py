@@ -148,6 +148,11 @@ class Request:
         """The maximum number of its tokens in the cache; the last generated token is never written."""
         return len(self.prompt) + self.params.max_tokens - 1
 
+    def exchange_state(self) -> None:
+        """Let the next step read the states that the last one wrote. Nothing without state slots."""
+        if self.state is not None:
+            self.state = StateSlots(self.state.write, self.state.read)
+
     def slice(self, start: int, stop: int) -> Sequence[int]:
         """Token ids `start` to `stop` (without) of the sequence: its prompt, then its generated tokens."""
         n = len(self.prompt)

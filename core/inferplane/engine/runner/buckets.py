@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from inferplane.binding import Plan
+from inferplane.engine.runner.kv_cache import block_tokens_of
 from inferplane.engine.runner.options import RunnerOptions
 from inferplane.ops import CausalLM, Workload
 
@@ -92,7 +93,7 @@ def bucket_sizes(
     """
     model, dtype = plan.model, plan.settings.dtype
     assert isinstance(model, CausalLM)
-    width = math.ceil(max_model_len / next(iter(plan.layouts.values())).block_tokens) * num_tables
+    width = math.ceil(max_model_len / block_tokens_of(plan)) * num_tables
     budget_bytes = None if free_bytes is None else int(free_bytes * MEMORY_SHARE)
     tokens = sorted({1, 1 + options.num_drafts})
     return choose_sizes(

@@ -33,6 +33,7 @@ class Estimate:
         table_layers: number of layers of each block table.
         unreleased_window: of a block's bytes, those of layers with a window that keep all tokens, because they share
             the table of layers that attend to all.
+        state_sequence: what recurrent layers keep of a sequence, whatever its length; 0: there are no such layers.
         devices: number of devices that share the model; all bytes are those of one of them.
         devices_needed: number of such devices on which the model fits if it does not fit here; None: unknown, or none.
     """
@@ -50,6 +51,7 @@ class Estimate:
     windows: tuple[int | None, ...] = (None,)
     table_layers: tuple[int, ...] = ()
     unreleased_window: int = 0
+    state_sequence: int = 0
     devices: int = 1
     devices_needed: int | None = None
 
@@ -65,12 +67,22 @@ class Estimate:
 
     @property
     def left(self) -> int | None:
-        """Bytes left for the cache beside weights and workspace; negative if these do not fit."""
-        return None if self.memory is None else self.memory - self.weights - self.workspace
+        """Bytes left for the cache beside weights, workspace and states; negative if these do not fit."""
+        return None if self.memory is None else self.memory - self.weights - self.workspace - self.states
+
+    @property
+    def states(self) -> int:
+        """Bytes of the states of as many sequences as a step may have."""
+        return self.max_num_seqs * self.state_sequence
+
+    @property
+    def max_blocks(self) -> int:
+        """The number of blocks that the largest batch of the longest sequences can use."""
+        return self.max_num_seqs * -(-self.model_positions // self.block_tokens) * len(self.windows)
 
     def blocks(self, kv_bytes: int) -> int:
-        """The number of blocks in a cache of `kv_bytes`."""
-        return max(0, kv_bytes) // self.block
+        """The number of blocks in a cache of `kv_bytes`; blocks without entries take no memory."""
+        return max(0, kv_bytes) // self.block if self.block else self.max_blocks
 
     def max_sequence_tokens(self, kv_bytes: int) -> int:
         """Tokens of the longest sequence in a cache of `kv_bytes`, at most what the model allows; 0 if it holds no
@@ -88,7 +100,8 @@ class Estimate:
         if blocks < held:
             return 0
         # A step's tokens are one sequence's at most, which then holds more of its windows; in a small cache less.
-        return 1 + (blocks - min(blocks, most)) // held
+        found = 1 + (blocks - min(blocks, most)) // held
+        return min(found, self.max_num_seqs) if self.state_sequence else found
 
     @property
     def default_kv_bytes(self) -> int | None:
@@ -97,12 +110,11 @@ class Estimate:
         """
         if self.memory is None:
             return None
-        maximum = self.max_num_seqs * -(-self.model_positions // self.block_tokens) * self.min_kv_bytes
-        return max(0, min(int((self.memory - self.weights) * KV_SHARE), maximum))
+        return max(0, min(int((self.memory - self.weights - self.states) * KV_SHARE), self.max_blocks * self.block))
 
     @property
     def fits(self) -> bool | None:
-        """Whether the smallest cache fits beside weights and workspace; None if the memory is not known."""
+        """Whether the smallest cache fits beside weights, workspace and states; None if the memory is not known."""
         return None if self.left is None else self.left >= self.min_kv_bytes
 
     def lengths(self) -> list[int]:
@@ -124,6 +136,7 @@ class Estimate:
             "kv_window": self.window,
             "kv_whole_windows_bytes": self.unreleased_window,
             "kv_tables": [{"window": w, "layers": n} for w, n in zip(self.windows, self.table_layers)],
+            "state_sequence_bytes": self.state_sequence,
             "memory_bytes": self.memory,
             "devices": self.devices,
             "fits": self.fits,
@@ -170,5 +183,6 @@ def estimate(runner: Runner, memory: int | None, max_num_batched_tokens: int) ->
         windows=tables.windows,
         table_layers=tuple(tables.table_of.count(i) for i in range(tables.num_tables)),
         unreleased_window=runner.count_unreleased_bytes(),
+        state_sequence=runner.count_state_bytes(),
         devices=runner.options.ranks,
     )

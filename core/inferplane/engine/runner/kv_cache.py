@@ -1,21 +1,41 @@
-"""The KV cache of a model: the layouts it can have, and how long a sequence may be in the memory that it takes."""
+"""The cache of a model: what each layer keeps, the layouts that it can have, and how long a sequence may be in the
+memory that it takes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from inferplane.binding import Plan
 from inferplane.engine.runner.options import RunnerOptions
-from inferplane.errors import CapacityError, UsageError, warn
-from inferplane.kvcache import blocks_held, paged_layout
+from inferplane.errors import CapacityError, UnsupportedModelError, UsageError, warn
+from inferplane.kvcache import StatePool, blocks_held, paged_layout
 from inferplane.kvcache.tables import Windows
-from inferplane.types import Backend, KVLayout, KVRequest
+from inferplane.ops import CausalLM, Op
+from inferplane.types import (
+    Backend,
+    HybridCache,
+    KVLayout,
+    KVRequest,
+    LayerCache,
+    LayerKV,
+    LayerPlace,
+    StateCache,
+    StateRequest,
+)
 
 DEFAULT_BLOCK_TOKENS = 64
 KV_SHARE = 0.3
 """Share of the free device memory that the cache may take by default."""
+
+
+def block_tokens_of(plan: Plan) -> int:
+    """Tokens per KV block of a plan. Where no layer keeps entries, blocks only count a sequence's tokens."""
+    return next((layout.block_tokens for layout in plan.layouts.values()), DEFAULT_BLOCK_TOKENS)
 
 
 def kv_layouts_for(
@@ -116,3 +136,93 @@ class CacheMemory:
     def _max_blocks(self, tokens: int) -> int:
         """The largest number of blocks that a sequence holds at a time, if steps are as small as they may be."""
         return blocks_held(self.windows, tokens, 1, self.block_tokens)
+
+
+class LayerRequests(NamedTuple):
+    """What a layer keeps of each token, and of each sequence; None: nothing."""
+
+    kv: KVRequest | None
+    states: StateRequest | None
+
+
+def list_requests(layers: Iterable[Op]) -> list[LayerRequests]:
+    """What each of some layers keeps."""
+    return [
+        LayerRequests(next(iter(layer.kv_requests()), None), next(iter(layer.state_requests()), None))
+        for layer in layers
+    ]
+
+
+def place_caches(
+    requests: Sequence[LayerRequests],
+    kv: Sequence[LayerKV],
+    tables: Sequence[int],
+    num_sequences: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[LayerPlace, ...]:
+    """What each layer is called with. Allocates the states.
+
+    Args:
+        requests: of all layers.
+        kv: the caches of the layers that keep entries, in order. tables: numbers of their block tables.
+        num_sequences: largest number of sequences that have states at a time.
+        dtype: of the plan. device: of the states.
+    """
+    slots, left = StatePool(num_sequences).slots, iter(zip(kv, tables))
+
+    def place(request: LayerRequests) -> LayerPlace:
+        own, table = (None, 0) if request.kv is None else next(left)
+        states = None if request.states is None else StateCache(request.states, slots, dtype, device)
+        cache: LayerCache = own or states
+        return LayerPlace(HybridCache(own, states) if own is not None and states is not None else cache, table)
+
+    return tuple(map(place, requests))
+
+
+def count_slot_bytes(requests: Iterable[LayerRequests], dtype: torch.dtype) -> int:
+    """Bytes of one slot of states in all layers, where `dtype` is the plan's."""
+    return sum(request.states.count_bytes(dtype) for request in requests if request.states is not None)
+
+
+def check_memory(state_bytes: int, num_sequences: int, free_bytes: int) -> None:
+    """Raise CapacityError if the states of all sequences do not fit in the free memory.
+
+    Args:
+        state_bytes: of the states, in all slots. num_sequences: that they are for.
+        free_bytes: of memory beside the weights.
+    """
+    if state_bytes > free_bytes:
+        raise CapacityError(
+            f"The states of {num_sequences} sequences take {state_bytes} bytes.",
+            there_is=f"{free_bytes} bytes beside the weights",
+            remedy=f"lower max_num_seqs: each sequence takes {state_bytes // num_sequences} bytes",
+        )
+
+
+def check_options(model: CausalLM, options: RunnerOptions, name: str) -> None:
+    """Refuse options that do not work with states of sequences.
+
+    Args:
+        model: bound with the options. name: of its files, for errors.
+
+    Raises:
+        UsageError: tokens would be drafted, for this model or by it.
+        UnsupportedModelError: several ranks would share the model.
+    """
+    if not model.state_requests():
+        return
+    if options.block_tokens is not None:
+        raise UsageError(
+            f"{name} has recurrent layers, so it cannot draft for another model.",
+            remedy="use a draft model without recurrent layers, or method='ngram'",
+        )
+    if options.num_drafts or options.has_draft_layer or options.draft is not None:
+        raise UsageError(
+            f"speculative_config with {name}: its recurrent layers cannot take back the tokens of refused drafts.",
+            remedy="leave speculative_config out",
+        )
+    if options.ranks > 1:
+        raise UnsupportedModelError(
+            f"{name}: recurrent layers on {options.ranks} ranks.", there_is="one rank", remedy="do not share the model"
+        )

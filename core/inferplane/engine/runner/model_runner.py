@@ -12,8 +12,8 @@ import torch
 
 from inferplane.binding import DummySource, Loaded, link, load, view_of
 from inferplane.engine.runner.buckets import bucket_sizes
-from inferplane.engine.runner.capture import DecodeSteps, why_not_captured
-from inferplane.engine.runner.kv_cache import KV_SHARE, CacheMemory
+from inferplane.engine.runner.capture import DecodeSteps
+from inferplane.engine.runner.kv_cache import KV_SHARE, CacheMemory, check_memory, place_caches
 from inferplane.engine.runner.model_files import ModelFiles
 from inferplane.engine.runner.options import Draft, RunnerOptions
 from inferplane.engine.runner.planned_model import PlannedModel
@@ -182,12 +182,14 @@ class Runner(PlannedModel):
         the largest batch can use. Lowers `max_model_len` if they hold no longer sequence; sets `decode`.
         """
         block_bytes = self.block_bytes() + (self.draft.block_bytes() if self.draft is not None else 0)
-        budget = self.options.kv_cache_bytes
+        budget, num_sequences = self.options.kv_cache_bytes, self.options.max_num_seqs
+        free_bytes, state_bytes = self.backend.memory().free_bytes, num_sequences * self.count_state_bytes()
+        check_memory(state_bytes, num_sequences, free_bytes)
         if budget is None:
-            budget = int(self.backend.memory().free_bytes * KV_SHARE)
+            budget = int((free_bytes - state_bytes) * KV_SHARE)
         windows = self.windows
-        max_blocks = len(windows) * math.ceil(self.max_model_len / self.block_tokens) * self.options.max_num_seqs
-        blocks = min(budget // block_bytes, max_blocks)
+        max_blocks = len(windows) * math.ceil(self.max_model_len / self.block_tokens) * num_sequences
+        blocks = min(budget // block_bytes, max_blocks) if block_bytes else max_blocks
         if self.ranks is not None:
             blocks = self.ranks.agree(blocks, self._facts(), self.loaded.nbytes)
         memory = CacheMemory(blocks, self.block_tokens, block_bytes, budget, windows)
@@ -202,7 +204,7 @@ class Runner(PlannedModel):
             limit, free_bytes = runner.max_model_len, self.backend.memory().free_bytes
             runner.cache = runner._allocate(blocks)
             sizes = bucket_sizes(runner.plan, runner.options, limit, free_bytes, runner.cache.num_tables)
-            reason = why_not_captured(runner.plan, runner.options)
+            reason = runner.why_not_captured()
             vocab, step, report = runner.model.vocab, runner.run_eagerly, self.report_wrong_capture
             num_tables = runner.cache.num_tables
             runner.decode = DecodeSteps(
@@ -210,14 +212,19 @@ class Runner(PlannedModel):
             )
 
     def _allocate(self, blocks: int) -> KVCache:
-        """The cache, whose layers share storages as their tables allow."""
-        tables = self.tables
-        made = self.backend.build_kv_cache(tables.storages, self.plan.layouts, blocks, self.dtype)
-        if tables.num_tables == 1:
+        """The cache, whose layers share storages as their tables allow, and the states of recurrent layers."""
+        tables, made = self.tables, KVCache((), blocks, self.block_tokens)
+        if tables.storages:
+            made = self.backend.build_kv_cache(tables.storages, self.plan.layouts, blocks, self.dtype)
+        if tables.num_tables > 1:
+            stored = [made.layers[storage] for storage in tables.storage_of]
+            layers = [kv if kv.request == r else kv.share(r) for kv, r in zip(stored, self.kv_requests())]
+            made = replace(made, layers=tuple(layers), tables=tables.table_of)
+        if not self.model.state_requests():
             return made
-        stored = [made.layers[storage] for storage in tables.storage_of]
-        layers = [kv if kv.request == r else kv.share(r) for kv, r in zip(stored, self.kv_requests())]
-        return replace(made, layers=tuple(layers), tables=tables.table_of)
+        device, num_sequences = torch.device(self.backend.torch_device_indexed), self.options.max_num_seqs
+        requests, numbers = self.layer_requests(), made.list_tables()
+        return replace(made, by_layer=place_caches(requests, made.layers, numbers, num_sequences, self.dtype, device))
 
     def _facts(self) -> tuple[object, ...]:
         """What must be equal on all ranks, so that they run the same steps."""

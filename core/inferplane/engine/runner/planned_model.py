@@ -16,12 +16,19 @@ from inferplane.binding.layout_canary import check_layout
 from inferplane.binding.old_names import current_kernel_names
 from inferplane.engine.runner.buckets import Size, bucket_sizes
 from inferplane.engine.runner.capture import DecodeSteps, why_not_captured, why_not_captured_together
-from inferplane.engine.runner.kv_cache import kv_layouts_for
+from inferplane.engine.runner.kv_cache import (
+    LayerRequests,
+    block_tokens_of,
+    check_options,
+    count_slot_bytes,
+    kv_layouts_for,
+    list_requests,
+)
 from inferplane.engine.runner.model_files import ModelFiles
 from inferplane.engine.runner.options import RunnerOptions, resolve_dtype
 from inferplane.engine.runner.ranks import Ranks
 from inferplane.errors import BindError, UsageError, warn
-from inferplane.kvcache import TablePlan, deal_layers, single_table
+from inferplane.kvcache import SLOTS_PER_SEQUENCE, TablePlan, deal_layers, single_table
 from inferplane.models import Build, build
 from inferplane.models.families.eagle import with_eagle
 from inferplane.ops import CausalLM
@@ -136,6 +143,7 @@ class PlannedModel:
             names = set(head.names()) if head.has_weights else None
             self.model, more = with_eagle(self.model, head.config, names, self.max_model_len)
             self.ignored = [*self.ignored, *more]
+        check_options(self.model, self.options, self.files.name)
         if self.options.mtp and not self.model.mtp:
             raise UsageError(
                 f"mtp (of mtp=True or method='mtp'): {self.files.name} has no multi-token-prediction layers.",
@@ -258,11 +266,19 @@ class PlannedModel:
     @property
     def block_tokens(self) -> int:
         """Tokens per KV block."""
-        return next(iter(self.plan.layouts.values())).block_tokens
+        return block_tokens_of(self.plan)
+
+    def layer_requests(self) -> list[LayerRequests]:
+        """What each layer keeps of a sequence: the model's own layers, then its draft layers."""
+        return list_requests((*self.model.layers, *self.model.mtp))
 
     def kv_requests(self) -> list[KVRequest]:
-        """The entries that each layer stores: the model's own layers, then its draft layers."""
-        return [layer.kv_requests()[0] for layer in (*self.model.layers, *self.model.mtp)]
+        """The entries that each layer stores which stores any, in the order of the layers."""
+        return [request.kv for request in self.layer_requests() if request.kv is not None]
+
+    def count_state_bytes(self) -> int:
+        """Bytes that recurrent layers keep of a sequence, in both of its slots; 0 if there are no such layers."""
+        return SLOTS_PER_SEQUENCE * count_slot_bytes(self.layer_requests(), self.dtype)
 
     @property
     def tables(self) -> TablePlan:
@@ -273,7 +289,8 @@ class PlannedModel:
 
     def _deal_layers(self, also: Sequence[KVRequest]) -> TablePlan:
         """`deal_layers`, for the layouts of the plan; `also`: the layers of a draft model."""
-        requests, count = self.kv_requests(), len(self.model.layers)
+        requests = self.kv_requests()
+        count = len(requests) - sum(bool(layer.kv_requests()) for layer in self.model.mtp)
 
         def form(request: KVRequest) -> tuple[KVRequest, str, int]:
             layout = self.plan.layouts[request]
@@ -302,16 +319,30 @@ class PlannedModel:
 
     def explain(self) -> dict[str, Any]:
         """The plan and the captured decode steps as JSON-ready data (docs/schemas/explain.json)."""
-        return {**explain(self.plan, self.files.name), **self._describe_steps_and_tables()}
+        return {**explain(self.plan, self.files.name), **self._describe_caches_and_steps()}
 
     def explain_text(self, *, verbose: bool = False) -> str:
         """The plan and the captured decode steps as text, in the words of `inferplane explain`; captures are left out
         where there are none. `verbose` adds every rejected kernel with its reason.
         """
-        return explain_text(self.plan, self.files.name, verbose=verbose, **self._describe_steps_and_tables())
+        return explain_text(self.plan, self.files.name, verbose=verbose, **self._describe_caches_and_steps())
 
-    def _describe_steps_and_tables(self) -> dict[str, Any]:
-        return {"kv_tables": self.tables.data(), "decode_steps": describe_captured_steps(self)}
+    def describe_caches(self) -> dict[str, Any]:
+        """The entries `kv_tables` and, if layers keep states of sequences, `states` of `explain`."""
+        data: dict[str, Any] = {"kv_tables": self.tables.data()}
+        if sequence_bytes := self.count_state_bytes():
+            layers = sum(request.states is not None for request in self.layer_requests())
+            data["states"] = {"layers": layers, "sequence_bytes": sequence_bytes}
+        return data
+
+    def _describe_caches_and_steps(self) -> dict[str, Any]:
+        return {**self.describe_caches(), "decode_steps": describe_captured_steps(self)}
+
+    def why_not_captured(self) -> str:
+        """In words, why decode steps are not captured; empty if they can be."""
+        if self.model.state_requests():
+            return "recurrent layers keep states of sequences, and captured steps have no slots for them"
+        return why_not_captured(self.plan, self.options)
 
 
 def describe_captured_steps(planned: PlannedModel) -> dict[str, Any]:
@@ -322,7 +353,7 @@ def describe_captured_steps(planned: PlannedModel) -> dict[str, Any]:
     step; empty where they are.
     """
     sizes = bucket_sizes(planned.plan, planned.options, planned.max_model_len, num_tables=len(planned.windows))
-    off = why_not_captured(planned.plan, planned.options)
+    off = planned.why_not_captured()
     if planned.decode is not None:
         sizes, off = planned.decode.sizes, planned.decode.disabled_reason
     if not off and type(planned.backend).capture is Backend.capture:

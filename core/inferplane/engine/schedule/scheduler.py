@@ -20,7 +20,6 @@ from inferplane.kvcache import BlockAllocator, StatePool, block_hashes
 from inferplane.kvcache.tables import Windows
 from inferplane.types import FEW_TOKENS
 from inferplane.types.batch import Query
-from inferplane.types.state import StateSlots
 
 
 @dataclass(frozen=True)
@@ -276,13 +275,13 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Release all blocks and drafts of a running sequence; it waits, and is computed again from its tokens."""
         self.running.remove(request)
-        self._release(request)
+        self.release(request)
         request.computed, request.drafts = 0, []
         request.preemptions += 1
         self.preemptions += 1
         self.waiting.append(request)
 
-    def _release(self, request: Request) -> None:
+    def release(self, request: Request) -> None:
         """Give back all blocks and the state slots of a sequence."""
         self.tables.release_all(request)
         if self.states is not None and request.state is not None:
@@ -315,8 +314,7 @@ class Scheduler:
         """
         request = chunk.request
         request.computed += chunk.count + accepted
-        if request.state is not None:
-            request.state = StateSlots(request.state.write, request.state.read)
+        request.exchange_state()
         request.drafts = []  # they were guesses for positions that are decided now
         if self.root is not None:
             full = request.computed // self.block_tokens
@@ -338,7 +336,7 @@ class Scheduler:
         """Remove a request that ended, running or waiting, and release its blocks; its id may be used again."""
         if request in self.running:
             self.running.remove(request)
-            self._release(request)
+            self.release(request)
             request.drafts = []
         elif request in self.waiting:
             self.waiting.remove(request)

@@ -46,6 +46,7 @@ POOLS = st.fixed_dictionaries(
         "enable_prefix_caching": st.booleans(),
         "script": st.sampled_from([None, "right", "wrong", "alternate", "junk"]),
         "drafts": st.integers(1, 5),
+        "recurrent": st.sampled_from([0, 0, 1, 3, 5]),
         "windows": st.sampled_from(
             [
                 (None,),
@@ -82,6 +83,10 @@ class Histories(RuleBasedStateMachine):
         self.clock = Clock()
         engine_module.time = self.clock
         self.doomed, self.interrupts = set(), []
+        if pool["windows"][0] is not None:
+            pool["recurrent"] = 0
+        if pool["recurrent"]:
+            pool["script"] = None  # a state cannot take back a refused draft
         self.engine = engine(**pool, spec={"verify_strategy": "target_match"} if pool["script"] else None)
         self.engine.fail_for = self.fail_for
 
