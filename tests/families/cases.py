@@ -15,11 +15,12 @@ from tests.e2e.tiny_models import SMALL, make_config, random_model
 from tests.families.attention import ATTENTION
 from tests.families.dense import DENSE
 from tests.families.experts import EXPERTS
+from tests.families.recurrent import RECURRENT
 
 Table = dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]]
 """Family -> the name of its config class in transformers, entries of all its cases, and what each case adds."""
 
-FAMILIES: Table = {**DENSE, **EXPERTS, **ATTENTION}
+FAMILIES: Table = {**DENSE, **EXPERTS, **ATTENTION, **RECURRENT}
 
 CASES = {family: cases for family, (_, _, cases) in FAMILIES.items()}
 """The cases of the newer families."""

@@ -148,6 +148,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma2": {**_SMALL, **_GEMMA, "architectures": ["Gemma2ForCausalLM"], "tie_word_embeddings": False},
     "gemma3": {**_SMALL, **_GEMMA, "architectures": ["Gemma3ForCausalLM"], "tie_word_embeddings": False},
+    "lfm2": {
+        **_SMALL,
+        "architectures": ["Lfm2ForCausalLM"],
+        "num_attention_heads": 2,
+        "layer_types": ["conv", "full_attention"],
+        "tie_word_embeddings": False,
+    },
     "deepseek_v2": {**_LATENT, "architectures": ["DeepseekV2ForCausalLM"], "topk_method": "greedy"},
     "deepseek_v3": V3,
     **{family: {**_SMALL, **entries} for family, entries in DENSE.items()},

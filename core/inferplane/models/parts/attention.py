@@ -12,7 +12,7 @@ from typing import Literal
 from inferplane import ops
 from inferplane.errors import CheckpointError
 from inferplane.models.build import Build
-from inferplane.models.parts.layers import LAYERS, norm_output_quant
+from inferplane.models.parts.layers import LAYERS, layer_kinds, norm_output_quant
 from inferplane.models.parts.rotation import Rotation, head_size, rotation
 from inferplane.models.reading.config import Config
 from inferplane.models.rope import mscale
@@ -199,17 +199,8 @@ def layer_windows(config: Config, has_window: Callable[[int], bool] | None = Non
     if config.get("sliding_window") is None or (has_window is None and not config.flag("use_sliding_window")):
         return []
     layers, window = config.size(LAYERS), config.size("sliding_window")
-    kinds = config.get("layer_types")
-    if kinds is None:
-        first = config.count("max_window_layers")
-        has_window = has_window or (lambda i: i >= first)
-        kinds = ["sliding_attention" if has_window(i) else "full_attention" for i in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise CheckpointError(
-            f"{config.name}: layer_types is not a list of {layers} names, one a layer.",
-            remedy="correct the entry, or fetch the file again",
-        )
+    first = config.count("max_window_layers")
+    has_window = has_window or (lambda i: i >= first)
+    left_out = ["sliding_attention" if has_window(i) else "full_attention" for i in range(layers)]
     known = {"sliding_attention": window, "full_attention": None}
-    for kind in kinds:
-        config.check("layer_types", kind, tuple(known))
-    return [known[kind] for kind in kinds]
+    return [known[kind] for kind in layer_kinds(config, tuple(known), left_out)]

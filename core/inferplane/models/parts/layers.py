@@ -5,13 +5,14 @@ Names of weights are those of Hugging Face checkpoints, in which these families 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from inferplane import ops
-from inferplane.errors import UnsupportedModelError
+from inferplane.errors import CheckpointError, UnsupportedModelError
 from inferplane.models.build import ACTIVATION_NAMES, Build
+from inferplane.models.reading.config import Config
 from inferplane.types import ActivationQuant, Weight
 
 LAYERS = "num_hidden_layers"
@@ -31,6 +32,7 @@ class LayerForm:
         factor: on what they return.
         parallel: whether both read the first norm's result, and their results are added.
         norm: builds a norm.
+        last: name of the norm behind the layers.
     """
 
     before: tuple[str | None, str | None] = ("input_layernorm", "post_attention_layernorm")
@@ -38,6 +40,7 @@ class LayerForm:
     factor: float = 1.0
     parallel: bool = False
     norm: NormOf = Build.rms_norm
+    last: str = "norm"
 
     @property
     def is_plain(self) -> bool:
@@ -77,8 +80,12 @@ def decoder_layer(build: Build, i: int, attn: Any, mlp: Any, form: LayerForm = P
     return ops.ResidualLayer(first, attn, after(form.after[0]), second, mlp, after(form.after[1]), form.factor)
 
 
-def input_weights(block: ops.GQABlock | ops.MLABlock | ops.GatedMLP | ops.MLP | ops.MoE) -> list[Weight]:
+def input_weights(
+    block: ops.GQABlock | ops.MLABlock | ops.RecurrentBlock | ops.GatedMLP | ops.MLP | ops.MoE,
+) -> list[Weight]:
     """The weights that a block multiplies its input by. Routers are left out: their input is never quantized."""
+    if isinstance(block, ops.RecurrentBlock):
+        return [x.weight for x in block.mixer.list_inputs()]
     if isinstance(block, ops.GQABlock):
         return [block.qkv.weight]
     if isinstance(block, ops.MLABlock):
@@ -130,10 +137,34 @@ def decoder_model(
         layers=ops.DecoderStack(
             tuple(decoder_layer(build, i, attn(i, f"{n}.self_attn"), mlp(i, f"{n}.mlp"), form) for i, n in names)
         ),
-        norm=form.norm_before(build, "model.norm"),
+        norm=form.norm_before(build, f"model.{form.last}"),
         head=head if logit_factor == 1 and logit_cap is None else ops.ScaledHead(head, logit_factor, logit_cap),
         gather=build.gather(),
     )
+
+
+def layer_kinds(config: Config, known: tuple[str, ...], left_out: Sequence[str]) -> list[str]:
+    """The kind of each layer: `layer_types`, or `left_out` if the config lacks it.
+
+    Args:
+        config: the model's.
+        known: kinds that are implemented.
+        left_out: what stands for an absent entry.
+
+    Raises:
+        CheckpointError: it is not a list with a name for each layer.
+        UnsupportedModelError: a layer has another kind.
+    """
+    kinds, layers = config.get("layer_types"), config.size(LAYERS)
+    kinds = list(left_out) if kinds is None else kinds
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise CheckpointError(
+            f"{config.name}: layer_types is not a list of {layers} names, one a layer.",
+            remedy="correct the entry, or fetch the file again",
+        )
+    for kind in kinds:
+        config.check("layer_types", kind, known)
+    return kinds
 
 
 def dense_mlp(

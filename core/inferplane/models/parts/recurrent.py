@@ -15,8 +15,9 @@ from inferplane.models.build import Build
 from inferplane.types import Weight
 
 
-def gated_delta_net(build: Build, *, grouped: bool) -> Callable[[int, str], ops.GatedDeltaNet]:
-    """Return a function that builds a layer's gated delta net from the layer's number and the mixer's name.
+def gated_delta_net(build: Build, *, grouped: bool) -> Callable[[int, str], ops.RecurrentBlock]:
+    """Return a function that builds a layer's gated delta net, with its states, from the layer's number and the mixer's
+    name.
 
     Args:
         build: its config gives heads and sizes.
@@ -36,7 +37,7 @@ def gated_delta_net(build: Build, *, grouped: bool) -> Callable[[int, str], ops.
     width, size = config.size("hidden_size"), config.size("linear_conv_kernel_dim")
     channels, values = 2 * groups * k_dim + heads * v_dim, heads * v_dim
 
-    def mixer(i: int, name: str) -> ops.GatedDeltaNet:
+    def block(i: int, name: str) -> ops.RecurrentBlock:
         if grouped:
             qkvz = build.linear(f"{name}.in_proj_qkvz", rows=channels + values, columns=width)
             ba = build.linear(f"{name}.in_proj_ba", rows=2 * heads, columns=width)
@@ -45,7 +46,7 @@ def gated_delta_net(build: Build, *, grouped: bool) -> Callable[[int, str], ops.
             qkvz = build.linear(*parts, rows=(channels, values), columns=width)
             ba = build.linear(f"{name}.in_proj_b", f"{name}.in_proj_a", rows=2 * heads, columns=width)
         norm = build.rms_norm(f"{name}.norm", v_dim)
-        return ops.GatedDeltaNet(
+        mixer = ops.GatedDeltaNet(
             qkvz=qkvz,
             ba=ba,
             conv=_convolution(f"{name}.conv1d", channels, size),
@@ -57,8 +58,9 @@ def gated_delta_net(build: Build, *, grouped: bool) -> Callable[[int, str], ops.
             dims=(k_dim, v_dim),
             grouped=grouped,
         )
+        return ops.RecurrentBlock.around(mixer)
 
-    return mixer
+    return block
 
 
 def mamba2(
@@ -71,8 +73,9 @@ def mamba2(
     bias: bool,
     eps: float,
     dt_limits: tuple[float, float],
-) -> Callable[[int, str], ops.Mamba2Mixer]:
-    """Return a function that builds a layer's Mamba-2 mixer from the layer's number and the mixer's name.
+) -> Callable[[int, str], ops.RecurrentBlock]:
+    """Return a function that builds a layer's Mamba-2 mixer, with its states, from the layer's number and the mixer's
+    name.
 
     The entries of a config have other names in each family, so each reads its own.
 
@@ -93,9 +96,9 @@ def mamba2(
     width, inner = build.config.size("hidden_size"), count * dim
     channels = inner + 2 * groups * size
 
-    def mixer(i: int, name: str) -> ops.Mamba2Mixer:
+    def block(i: int, name: str) -> ops.RecurrentBlock:
         a_log, dt_bias, skip = (_by_head(f"{name}.{part}", count) for part in ("A_log", "dt_bias", "D"))
-        return ops.Mamba2Mixer(
+        mixer = ops.Mamba2Mixer(
             proj=build.linear(f"{name}.in_proj", rows=inner + channels + count, columns=width, bias=bias),
             conv=_convolution(f"{name}.conv1d", channels, kernel, bias=conv_bias),
             scan=ops.SelectiveScan(a_log, dt_bias, skip, groups, dim, size, dt_limits),
@@ -104,12 +107,14 @@ def mamba2(
             heads=heads,
             dims=dims,
         )
+        return ops.RecurrentBlock.around(mixer)
 
-    return mixer
+    return block
 
 
-def short_convolution(build: Build) -> Callable[[int, str], ops.ShortConv]:
-    """Return a function that builds a layer's short convolution from the layer's number and the mixer's name.
+def short_convolution(build: Build) -> Callable[[int, str], ops.RecurrentBlock]:
+    """Return a function that builds a layer's short convolution, with its states, from the layer's number and the
+    mixer's name.
 
     Args:
         build: its config gives the sizes.
@@ -122,14 +127,15 @@ def short_convolution(build: Build) -> Callable[[int, str], ops.ShortConv]:
     _require_one_rank(build)
     width, size, bias = config.size("hidden_size"), config.size("conv_L_cache"), config.flag("conv_bias")
 
-    def mixer(i: int, name: str) -> ops.ShortConv:
-        return ops.ShortConv(
+    def block(i: int, name: str) -> ops.RecurrentBlock:
+        mixer = ops.ShortConv(
             proj=build.linear(f"{name}.in_proj", rows=3 * width, columns=width, bias=bias),
             conv=_convolution(f"{name}.conv", width, size, bias=bias, silu=False),
             o=build.linear(f"{name}.out_proj", rows=width, columns=width, bias=bias),
         )
+        return ops.RecurrentBlock.around(mixer)
 
-    return mixer
+    return block
 
 
 def _convolution(name: str, channels: int, size: int, *, bias: bool = False, silu: bool = True) -> ops.CausalConv1d:

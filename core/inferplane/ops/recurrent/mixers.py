@@ -84,6 +84,10 @@ class GatedDeltaNet(Op, name="gated_delta_net"):
         (_, heads), (k_dim, v_dim) = self.heads, self.dims
         return _list_inputs(self.conv), StateTensor((heads, k_dim, v_dim))
 
+    def list_inputs(self) -> tuple[Linear, ...]:
+        """The linear layers that read its input."""
+        return (self.qkvz, self.ba)
+
     @property
     def width(self) -> int:
         """Entries of a row of its inputs and results."""
@@ -163,6 +167,10 @@ class Mamba2Mixer(Op, name="mamba2_mixer"):
         """What it keeps of a sequence: the states of its call, in order."""
         return _list_inputs(self.conv), StateTensor((self.heads[1], *self.dims))
 
+    def list_inputs(self) -> tuple[Linear, ...]:
+        """The linear layers that read its input."""
+        return (self.proj,)
+
     @property
     def width(self) -> int:
         """Entries of a row of its inputs and results."""
@@ -225,6 +233,10 @@ class ShortConv(Op, name="short_conv"):
     def list_states(self) -> tuple[StateTensor, ...]:
         """What it keeps of a sequence: the states of its call, in order."""
         return (_list_inputs(self.conv),)
+
+    def list_inputs(self) -> tuple[Linear, ...]:
+        """The linear layers that read its input."""
+        return (self.proj,)
 
     @property
     def width(self) -> int:

@@ -140,6 +140,10 @@ GEMMA2_2B = {
     **llama(26, 2304, 9216, 8, 256000, num_key_value_heads=4, head_dim=256, tie_word_embeddings=True),
     **{"architectures": ["Gemma2ForCausalLM"], "hidden_act": "gelu_pytorch_tanh"},
 }
+LFM2_1_2B = {
+    **llama(16, 2048, 12288, 32, 65536, num_key_value_heads=8, full_attn_idxs=[2, 5, 8, 10, 12, 14]),
+    "architectures": ["Lfm2ForCausalLM"],
+}
 MISTRAL = {**llama(32, 4096, 14336, 32, 32000), "architectures": ["MistralForCausalLM"], "sliding_window": 4096}
 
 
@@ -165,6 +169,7 @@ MISTRAL = {**llama(32, 4096, 14336, 32, 32000), "architectures": ["MistralForCau
         ),
         (DOTS1, 142_774_381_696),  # dots.llm1
         (GPT_OSS, 20_914_757_184),  # 20b
+        (LFM2_1_2B, 1_170_340_608),
         (
             mixture("Olmoe", 16, 2048, 1024, 16, 50304, num_key_value_heads=16, num_experts=64),
             6_919_161_856,  # OLMoE-1B-7B

@@ -119,7 +119,7 @@ def test_mixers_of_a_checkpoint(make, tmp_path):
     module, part, builder = make(tmp_path)
     build = Build(Config.read(tmp_path))
     prefix = next(name for name, _ in module_names(tmp_path, build) if f".{part}." in name).split(f".{part}.")[0]
-    op = builder(build)(0, f"{prefix}.{part}")
+    op = builder(build)(0, f"{prefix}.{part}").mixer
     source = SafetensorsFolder(tmp_path, partial(canonical_names, config=build.config))
     p = plan(op, dtype=F32)
     mixer = link(p, load(p, source, HOST).packed)["mixed"]
@@ -154,7 +154,7 @@ def test_weights_of_convolutions_have_no_empty_dimension(tmp_path):
 def test_numbers_of_heads_stay_float32(tmp_path):
     """Rates of decay are exponentials of them: their rounding to the plan's dtype would be seen."""
     qwen3_5(tmp_path)
-    op = gated_delta_net(Build(Config.read(tmp_path)), grouped=False)(0, "model.layers.0.linear_attn")
+    op = gated_delta_net(Build(Config.read(tmp_path)), grouped=False)(0, "model.layers.0.linear_attn").mixer
     p = plan(op, dtype=BF16)
     source = SafetensorsFolder(tmp_path, partial(canonical_names, config=Config.read(tmp_path)))
     assert {weight.dtype for _, weight in op.gates.weights()} == {F32} and load(p, source, HOST).packed
@@ -162,7 +162,7 @@ def test_numbers_of_heads_stay_float32(tmp_path):
 
 def test_what_is_not_implemented_is_refused():
     build = Build(Config({**DELTA, "linear_conv_kernel_dim": 4, "conv_L_cache": 3, "hidden_act": "silu"}))
-    assert gated_delta_net(build, grouped=True)(0, "x").heads == (2, 6)
+    assert gated_delta_net(build, grouped=True)(0, "x").mixer.heads == (2, 6)
     two = replace(build, placement=Placement(tp_rank=0, tp_size=2))
     for make in (partial(gated_delta_net, grouped=True), short_convolution, nemotron_parts):
         with pytest.raises(UnsupportedModelError, match="2 ranks"):
