@@ -10,6 +10,7 @@ import torch
 
 from inferplane.ops.attention import GQABlock
 from inferplane.ops.basic import AddRMSNorm, Embedding, RMSNorm
+from inferplane.ops.clamped_experts import ClampedExperts
 from inferplane.ops.collective import AllGather
 from inferplane.ops.draw import Draw
 from inferplane.ops.forms.layers import NormBefore, ParallelLayer, ResidualLayer, quantize_layer
@@ -59,7 +60,8 @@ class DecoderLayer(Op, name="decoder_layer"):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Each pair of attention and MLP that the model families use, built from the samples of these blocks."""
+        """Each pair of attention and MLP that the model families use, built from the samples of these blocks; clamped
+        experts in three formats."""
 
         def layer(attn: Op, mlp: Op) -> DecoderLayer:
             norm = lambda: AddRMSNorm(RMSNorm(placeholder(64), 1e-6))  # noqa: E731
@@ -94,7 +96,25 @@ class DecoderLayer(Op, name="decoder_layer"):
         ):
             sample = by_label[like]
             out.append(replace(sample, label=label, op=quantize_layer(sample.op, format)))
-        return out
+        sparse = by_label["gqa_moe_decode"]
+        return [*out, *(_with_clamped_experts(sparse, format) for format in ("plain", "mxfp4", "int8_group"))]
+
+
+def _with_clamped_experts(sample: Sample, format: str) -> Sample:
+    """A sample's layer with experts as in gpt-oss: biases everywhere, sinks, a clamped gate."""
+    layer: Any = sample.op
+    attn, mlp = layer.attn, layer.mlp
+    sinks = placeholder(attn.heads[0])
+    few, many = (replace(x, sinks=sinks) for x in (attn.few, attn.many))
+    qkv, o = (replace(x, bias=placeholder(x.weight.shape[0])) for x in (attn.qkv, attn.o))
+    attn = replace(attn, qkv=qkv, o=o, few=few, many=many)
+    stack = lambda rows, columns: placeholder(8, rows, columns, format=format)  # noqa: E731
+    experts = ClampedExperts(stack(64, 64), placeholder(8, 64), stack(64, 32), placeholder(8, 64), 1.702, 0.8)
+    router = replace(mlp.router, bias=placeholder(8))
+    op = replace(layer, attn=attn, mlp=replace(mlp, router=router, experts=experts, shared=None))
+    if format == "int8_group":  # which an online scheme gives to all linear layers
+        op = replace(op, attn=quantize_layer(replace(op, mlp=GatedMLP.samples()[0].op), format).attn)
+    return replace(sample, label="gqa_clamped" if format == "plain" else f"gqa_clamped_{format}", op=op)
 
 
 AnyLayer = DecoderLayer | ResidualLayer | ParallelLayer

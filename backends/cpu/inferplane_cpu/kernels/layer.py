@@ -13,7 +13,14 @@ from inferplane_cpu.kernels.attention import LAYOUTS, has_tile_dims, native_cach
 from inferplane_cpu.kernels.layer_description import native_layer, native_step
 from inferplane_cpu.kernels.linear import INT8_ACTIVATIONS, RANK_BATCH_INVARIANT, fits_int8_sums
 from inferplane_cpu.kernels.moe import MAX_EXPERTS
-from inferplane_cpu.kernels.packing import INT8_ROW_FORMATS, MAX_INT8_COLUMNS, PACKING, PANEL_FORMATS, prepare_any_order
+from inferplane_cpu.kernels.packing import (
+    INT8_ROW_FORMATS,
+    MAX_INT8_COLUMNS,
+    MXFP4_PACKING,
+    PACKING,
+    PANEL_FORMATS,
+    prepare_any_order,
+)
 from inferplane_cpu.native import library
 
 KERNELS = Kernels()
@@ -58,7 +65,7 @@ def _has_plain_activations(op: Any) -> bool:
     plain = all(x.activation_quant is None and x.out_dtype is None for x in _linear_ops(op))
     router = op.mlp.router if op.mlp.has_experts else None
     if router is not None:
-        plain = plain and router.bias is None and router.activation_quant is None and router.out_dtype is torch.float32
+        plain = plain and router.activation_quant is None and router.out_dtype is torch.float32
     return plain and (mlp is None or mlp.gate_up.bias is None)
 
 
@@ -101,6 +108,10 @@ def _has_packed_weights(op: Any) -> bool:
     return all(w.format in PANEL_FORMATS for w in _list_packed_weights(op))
 
 
+def _has_mxfp4_experts(op: Any) -> bool:
+    return op.mlp.has_experts and all(w.format == "mxfp4" for w in _expert_weights(op))
+
+
 def _has_int8_row_weights(op: Any) -> bool:
     return all(w.format in INT8_ROW_FORMATS and fits_int8_sums(w) for w in _list_packed_weights(op))
 
@@ -111,7 +122,7 @@ def _if_native(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 LAYER_OPS = ("decoder_layer", "residual_layer")
-EXTENSIONS = ("rms_norm.offset", "activation_mul", "attention.sinks", "attention.softcap")
+EXTENSIONS = ("rms_norm.offset", "activation_mul", "attention.sinks", "attention.softcap", "clamped_experts")
 """What layers have besides what the op got first, as `When.extensions` lists it."""
 NEEDS = (
     ("grouped-query or latent attention, a gated MLP or experts, RMS norms, on one rank", _has_native_parts),
@@ -148,6 +159,7 @@ def _when(formats: tuple[str, ...], step_kind: StepKind, *needs: Any, kv_b: Any 
 
 
 PACKED_WEIGHTS = ("8 or 4 bits in all its linear layers and experts", _if_native(_has_packed_weights))
+MXFP4_EXPERTS = ("MXFP4 in its experts alone", _if_native(_has_mxfp4_experts))
 INT8_ROW_WEIGHTS = (
     f"int8 by rows of at most {MAX_INT8_COLUMNS} columns in all its linear layers and experts",
     _if_native(_has_int8_row_weights),
@@ -155,6 +167,7 @@ INT8_ROW_WEIGHTS = (
 LINEAR_PATHS = ("attn.qkv", "attn.q_a", "attn.q_b", "attn.kv_a", "attn.o", "mlp.gate_up", "mlp.down")
 PACKS = {f"{path}.weight": PACKING for path in (*LINEAR_PATHS, "mlp.shared.gate_up", "mlp.shared.down")}
 PACKS |= {"mlp.experts.gate_up": PACKING, "mlp.experts.down": PACKING}
+MXFP4_PACKS = {"mlp.experts.gate_up": MXFP4_PACKING, "mlp.experts.down": MXFP4_PACKING}
 DENSE_PACKS = {f"{path}.weight": PACKING for path in ("attn.qkv", "attn.o", "mlp.gate_up", "mlp.down")}
 PACKS_KV_B = {**PACKS, "attn.absorbed.kv_b": PACKING, "attn.expanded.kv_b.weight": PACKING}
 
@@ -185,8 +198,9 @@ def _declare(name: str, when: When, *, ops: tuple[str, ...] = LAYER_OPS, **optio
     8 and 4 bits are expanded there while they are multiplied.
 
     Args:
-        name: ends with the weights' kind: `_panels` of 8 and 4 bits, `_w8a8` with activations in 8 bits before every
-            product; `_many` before that is for many tokens. The kernel of `residual_layer` has that op's name before.
+        name: ends with the weights' kind: `_panels` of 8 and 4 bits, `_mxfp4` of experts in MXFP4, `_w8a8` with
+            activations in 8 bits before every product; `_many` before that is for many tokens. The kernel of
+            `residual_layer` has that op's name before.
         when: its conditions.
         ops: names of the ops.
         options: further fields of `Kernel`.
@@ -209,6 +223,10 @@ _declare(
     packs=PACKS_KV_B,
     **INVARIANT,
 )
+MXFP4: dict[str, Any] = {"ops": ("decoder_layer",), "packs": MXFP4_PACKS}
+MXFP4_WHEN = _when(("mxfp4",), "decode", MXFP4_EXPERTS)
+_declare("decoder_layer_mxfp4_batch_invariant", MXFP4_WHEN, **{**MXFP4, **INVARIANT}, rank=RANK_BATCH_INVARIANT)
+_declare("decoder_layer_mxfp4", MXFP4_WHEN, **MXFP4, prepare=prepare_any_order)
 _declare("decoder_layer_many", _when(("fp8_block",), "mixed"))
 _declare("decoder_layer_many_panels", _when(PANEL_FORMATS, "mixed", PACKED_WEIGHTS), **EXPERTS)
 # No family has experts or latents between norms before and after: no sample would hold their packing to anything.
