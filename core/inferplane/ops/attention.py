@@ -197,14 +197,21 @@ class NormRopeWrite(Op, name="norm_rope_write"):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """With and without norms, both orders of pairs, decode and mixed steps; heads of 128."""
+        """With and without norms and an offset of one, both orders of pairs, decode and mixed steps; heads of 128."""
 
         def sample(
-            label: str, dim: int, sequences: Sequences, kind: StepKind, *, norms: bool, pairs: bool = False
+            label: str,
+            dim: int,
+            sequences: Sequences,
+            kind: StepKind,
+            *,
+            norms: bool,
+            pairs: bool = False,
+            offset: float = 0.0,
         ) -> Sample:
             request = KVRequest("gqa", 2, dim, dim)
-            norm = lambda: RMSNorm(placeholder(dim), 1e-6) if norms else None  # noqa: E731
-            op = NormRopeWrite(Rope(rope_table(dim), pairs), KVWrite(request), norm(), norm())
+            norm = lambda x=0.0: RMSNorm(placeholder(dim), 1e-6, x) if norms else None  # noqa: E731
+            op = NormRopeWrite(Rope(rope_table(dim), pairs), KVWrite(request), norm(), norm(offset))
             inputs = step_inputs(request, sequences, lambda d, t: d.normal(t, 8, dim).split((4, 2, 2), 1))
             return Sample(label, op, inputs, kind)
 
@@ -213,6 +220,7 @@ class NormRopeWrite(Op, name="norm_rope_write"):
             sample("qk_norm", 32, [(1, 10), (17, 5)], "mixed", norms=True),
             sample("interleaved", 64, [(1, 63), (2, 64)], "decode", norms=True, pairs=True),
             sample("d128", 128, [(1, 127), (2, 5)], "decode", norms=True),
+            sample("offset", 32, [(1, 9), (9, 5)], "mixed", norms=True, offset=1.0),
         ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -155,7 +156,8 @@ class AddRMSNorm(Op, name="add_rms_norm"):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """With and without a residual; values so small that `eps` matters; a result that kernels may also quantize."""
+        """With and without a residual; values so small that `eps` matters; results that kernels may also quantize;
+        an offset."""
         at = lambda d: AddRMSNorm(RMSNorm(placeholder(d), 1e-5))  # noqa: E731
         return [
             Sample("t3_d64", at(64), lambda d: (d.normal(3, 64), d.normal(3, 64))),
@@ -165,6 +167,11 @@ class AddRMSNorm(Op, name="add_rms_norm"):
             Sample(
                 "codes",
                 AddRMSNorm(at(320).norm, ActivationQuant("fp8", 128)),
+                lambda d: (d.normal(5, 320), d.normal(5, 320)),
+            ),
+            Sample(
+                "offset_codes",
+                AddRMSNorm(replace(at(320).norm, offset=1.0), ActivationQuant("fp8", 128)),
                 lambda d: (d.normal(5, 320), d.normal(5, 320)),
             ),
         ]

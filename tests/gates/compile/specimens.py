@@ -64,6 +64,13 @@ def _(tiles: Tiles) -> None:
     rms_norm_quantize(empty(4, 4096), empty(4096), 1e-6, empty(4, 4096), "fp8", keep=True)
 
 
+@specimen("add_rms_norm_fp8_offset")
+def _(tiles: Tiles) -> None:
+    from inferplane.kernels.triton.rowwise import rms_norm_quantize
+
+    rms_norm_quantize(empty(4, 4096), empty(4096), 1e-6, empty(4, 4096), "fp8", keep=True, offset=1.0)
+
+
 @specimen("silu_mul")
 def _(tiles: Tiles) -> None:
     from inferplane.kernels.triton.rowwise import silu_mul_quantize
@@ -112,16 +119,21 @@ def _(tiles: Tiles) -> None:
     _enter("auto")
 
 
+@specimen("norm_rope_write_offset")
+def _(tiles: Tiles) -> None:
+    _enter("auto", offset=1.0)
+
+
 @specimen("norm_rope_write_fp8")
 def _(tiles: Tiles) -> None:
     _enter("fp8")
 
 
-def _enter(kind: str, ahead: bool = False) -> None:
+def _enter(kind: str, ahead: bool = False, offset: float = 0.0) -> None:
     from inferplane.kernels.triton.norm_rope_write import norm_rope_write
 
     rope = SimpleNamespace(table=empty(64, 2, 64, dtype=torch.float32), interleaved=False)
-    norm = SimpleNamespace(weight=empty(128), eps=1e-6)
+    norm = SimpleNamespace(weight=empty(128), eps=1e-6, offset=offset)
     q, k, v = empty(2, 48, 128).split((32, 8, 8), 1)
     op = SimpleNamespace(rope=rope, q_norm=norm, k_norm=norm, prepared=Tiles(ahead=ahead))
     norm_rope_write(op, q, k, v, step(1, 8), cache(GQA, kind))

@@ -48,11 +48,11 @@ def test_a_quantized_form_dies_with_its_tensor():
     assert alive() is None
 
 
-@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize(("first", "offset"), [(False, 0.0), (True, 0.0), (False, 1.0)])
 @pytest.mark.parametrize(("format", "group"), FORMS)
-def test_the_quantized_form_of_a_norm(format, group, first):
+def test_the_quantized_form_of_a_norm(format, group, first, offset):
     x, residual = (torch.randn(3, 320).bfloat16() * 3 for _ in range(2))
-    norm = SimpleNamespace(weight=torch.randn(320).bfloat16(), eps=1e-6)
+    norm = SimpleNamespace(weight=torch.randn(320).bfloat16(), eps=1e-6, offset=offset)
     plain = SimpleNamespace(norm=norm, output_quant=None)
     op = SimpleNamespace(norm=norm, output_quant=ActivationQuant(format, group))
     y, total = rowwise.add_rms_norm(op, x, None if first else residual)

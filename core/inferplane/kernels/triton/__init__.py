@@ -38,21 +38,22 @@ def triton_kernels(kv_layouts: Sequence[str], tiles: Callable[[Any, Context], Ti
     cached = When(FLOATS, kv_layouts=tuple(kv_layouts), features=(FEATURE,))
 
     scored = replace(cached, extensions=("attention.sinks", "attention.softcap"))
+    normed = ("rms_norm.offset",)
 
     def kernel(op: str, where: str, when: When, **options: Any) -> Kernel:
         defaults: dict[str, Any] = {"prepare": tiles, "capture_safe": True, "batch_invariant": True}
         return Kernel(op, "triton", f"{FOLDER}.{where}", when, RANK_PORTABLE, **{**defaults, **options})
 
     return [
-        kernel("rms_norm", "rowwise:rms_norm", plain),
-        kernel("add_rms_norm", "rowwise:add_rms_norm", plain),
+        kernel("rms_norm", "rowwise:rms_norm", replace(plain, extensions=normed)),
+        kernel("add_rms_norm", "rowwise:add_rms_norm", replace(plain, extensions=normed)),
         kernel("silu_mul", "rowwise:silu_mul", plain),
         kernel("quantize", "rowwise:quantize", plain),
         kernel("rope", "kv_write:rope", plain),
         kernel("sample", "sampling:sample", plain),
         kernel("kv_write", "kv_write:kv_write", cached),
         kernel("mla_kv_write", "kv_write:mla_kv_write", cached),
-        kernel("norm_rope_write", "norm_rope_write:norm_rope_write", cached),
+        kernel("norm_rope_write", "norm_rope_write:norm_rope_write", replace(cached, extensions=normed)),
         kernel("mla_norm_rope_write", "norm_rope_write:mla_norm_rope_write", cached),
         kernel("attention", "attention:attention", scored),
         # The products around these two are torch's own, which may add in another order for another number of rows.

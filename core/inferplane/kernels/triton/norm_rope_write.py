@@ -49,10 +49,12 @@ def _norm_rope_write(
     q, k, v, positions, table, slots, q_weight, k_weight, out, k_entries, v_entries, k_scales, v_scales,
     q_eps, k_eps, q_outer, q_inner, k_outer, k_inner, v_outer, v_inner,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK: tl.constexpr,
-    NORMS: tl.constexpr, INTERLEAVED: tl.constexpr, KIND: tl.constexpr, POWER_OF_TWO: tl.constexpr, AHEAD: tl.constexpr,
+    NORMS: tl.constexpr, Q_OFFSET: tl.constexpr, K_OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, KIND: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Program `(token, head)`: heads count through q, then k, then v. A head of q is normed with NORMS, rotated, and
     stored in `out`; one of k the same, and written into the cache; one of v only written. KIND as in `store_entries`.
+    Q_OFFSET and K_OFFSET are added to the norms' weights.
     """
     wait_then_allow_next(AHEAD)
     token = tl.program_id(0).to(tl.int64)
@@ -79,8 +81,13 @@ def _norm_rope_write(
     other = tl.load(row + partner, mask=inside, other=0.0).to(tl.float32)
     if NORMS:
         shrink = tl.rsqrt(tl.sum(own * own, 0) / DIM + eps)
-        own = own * shrink * tl.load(weight + entry, mask=inside, other=0.0).to(tl.float32)
-        other = other * shrink * tl.load(weight + partner, mask=inside, other=0.0).to(tl.float32)
+        own_factor = tl.load(weight + entry, mask=inside, other=0.0).to(tl.float32)
+        other_factor = tl.load(weight + partner, mask=inside, other=0.0).to(tl.float32)
+        if Q_OFFSET != 0 or K_OFFSET != 0:
+            offset = tl.where(is_query, Q_OFFSET, K_OFFSET)
+            own_factor, other_factor = own_factor + offset, other_factor + offset
+        own = own * shrink * own_factor
+        other = other * shrink * other_factor
     value = rotate(own, other, table + tl.load(positions + token) * DIM, pair, sign, inside, DIM // 2)
     if is_query:
         tl.store(out + (token * HEADS + head) * DIM + entry, value.to(out.dtype.element_ty), mask=inside)
@@ -157,6 +164,7 @@ def norm_rope_write(
             view.q_norm.eps if norms else 0.0, view.k_norm.eps if norms else 0.0,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             HEADS=heads, KV_HEADS=kv_heads, DIM=dim, V_DIM=v_dim, BLOCK=pad_width(max(dim, v_dim)), NORMS=norms,
+            Q_OFFSET=view.q_norm.offset if norms else 0.0, K_OFFSET=view.k_norm.offset if norms else 0.0,
             INTERLEAVED=view.rope.interleaved, KIND=kind, POWER_OF_TWO=kv.power_of_two,  # type: ignore[attr-defined]
             num_warps=1, **launch_options(is_dependent(view)),
         )  # fmt: skip

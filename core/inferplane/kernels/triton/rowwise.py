@@ -106,12 +106,12 @@ def store_quantized_row(
 @triton.jit
 def _norm(
     x, residual, weight, out, total, values, scales, eps, heads, x_outer, x_inner, r_outer,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr,
-    PLAIN: tl.constexpr, AHEAD: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, OFFSET: tl.constexpr, GROUP: tl.constexpr,
+    FP8: tl.constexpr, PLAIN: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Program `row` norms one row, of `x + residual` with RESIDUAL, whose sum it stores in `total`.
 
-    PLAIN: the normed row is stored in `out`. GROUP > 0: its quantized form is stored in `values` and `scales`.
+    OFFSET is added to the weight. PLAIN: the normed row is stored in `out`. GROUP > 0: its quantized form is stored in `values` and `scales`.
     """
     wait_then_allow_next(AHEAD)
     row = tl.program_id(0).to(tl.int64)
@@ -123,7 +123,10 @@ def _norm(
         h += tl.load(residual + row * r_outer + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(total + row * WIDTH + column, h.to(total.dtype.element_ty), mask=inside)
     h = h * tl.rsqrt(tl.sum(h * h, 0) / WIDTH + eps)
-    y = h * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if OFFSET != 0:
+        factor += OFFSET
+    y = h * factor
     if PLAIN:
         tl.store(out + row * WIDTH + column, y.to(out.dtype.element_ty), mask=inside)
     if GROUP > 0:
@@ -215,6 +218,7 @@ def rms_norm_quantize(
     group: int = 128,
     keep: bool = False,
     ahead: bool = False,
+    offset: float = 0.0,
 ) -> tuple[torch.Tensor, ...]:
     """RMS norm of `x`, or of `x + residual`; optionally quantized in the same kernel. One launch; the inputs do not
     change.
@@ -228,6 +232,7 @@ def rms_norm_quantize(
         group: columns per scale, a power of two; 0 for the whole row.
         keep: return the normed rows too where they are quantized, for readers that want them plain.
         ahead: launch before the launch in front has ended (`dependent_launch.py`).
+        offset: added to the weight.
 
     Returns:
         The normed rows, or their values and scales as the op `quantize` gives them, or all three; with a residual, the
@@ -245,8 +250,9 @@ def rms_norm_quantize(
         _norm[(rows,)](
             x, x if residual is None else residual, weight, out, total, as_bits(values), scales, eps, heads, outer,
             inner, 0 if residual is None else residual.stride(0),
-            WIDTH=width, BLOCK=block, RESIDUAL=residual is not None, GROUP=(group or block) if quantize else 0,
-            FP8=quantize == "fp8", PLAIN=keep or not quantize, num_warps=_warps_for(block), **launch_options(ahead),
+            WIDTH=width, BLOCK=block, RESIDUAL=residual is not None, OFFSET=offset,
+            GROUP=(group or block) if quantize else 0, FP8=quantize == "fp8", PLAIN=keep or not quantize,
+            num_warps=_warps_for(block), **launch_options(ahead),
         )  # fmt: skip
     made = (*([out] if keep else []), values, scales) if quantize else (out,)
     return made if residual is None else (*made, total)
@@ -254,7 +260,7 @@ def rms_norm_quantize(
 
 def rms_norm(view: Any, x: torch.Tensor) -> torch.Tensor:
     """The op `rms_norm`, one program per row."""
-    return rms_norm_quantize(x, view.weight, view.eps, ahead=is_dependent(view))[0]
+    return rms_norm_quantize(x, view.weight, view.eps, ahead=is_dependent(view), offset=view.offset)[0]
 
 
 def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -265,7 +271,7 @@ def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> t
     """
     norm, quant, ahead = view.norm, view.output_quant, is_dependent(view)
     format, group = ("", 0) if quant is None else (quant.format, quant.group)
-    y, *quantized = rms_norm_quantize(x, norm.weight, norm.eps, residual, format, group, keep=True, ahead=ahead)
+    y, *quantized = rms_norm_quantize(x, norm.weight, norm.eps, residual, format, group, True, ahead, norm.offset)
     total = x if residual is None else quantized.pop()
     if format:
         keep_quantized(y, QuantizedActivation(format, group, *quantized))
