@@ -70,7 +70,8 @@ def gemm(timed: Timed, copies: Callable[[float], int], roof: dict[str, float]) -
 def dense_calls(rows: int, outputs: int, columns: int, format: str) -> dict[str, Any]:
     """Ours with activations coded before ("core") and while timed, and torch's of the same numbers."""
     from inferplane.kernels.triton.linear import linear_fp8, linear_int8, quantize_rows_to_fp8
-    from inferplane.kernels.triton.matmul import make_plain_input, matmul
+    from inferplane.kernels.triton.matmul import matmul
+    from inferplane.kernels.triton.matmul_input import make_plain_input
     from inferplane.kernels.triton.weight_packing import pack
 
     how, weight = tiles(), quantized(outputs, columns, format)
@@ -136,8 +137,9 @@ def experts(timed: Timed, copies: Callable[[float], int], roof: dict[str, float]
 
 def expert_calls(count: int, each: int, outputs: int, columns: int, format: str) -> dict[str, Any]:
     """Ours, with activations of 8 bits where the format has them, and torch's grouped product in bfloat16."""
-    from inferplane.kernels.triton.matmul import make_plain_input
-    from inferplane.kernels.triton.moe import assign_masked_blocks, multiply_grouped
+    from inferplane.kernels.triton.experts.blocks import assign_masked_blocks
+    from inferplane.kernels.triton.experts.moe import multiply_grouped
+    from inferplane.kernels.triton.matmul_input import make_plain_input
     from inferplane.kernels.triton.weight_packing import pack
 
     how = tiles()

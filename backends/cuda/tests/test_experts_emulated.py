@@ -52,7 +52,7 @@ def hopper(request, monkeypatch):
         monkeypatch.setattr(
             module, "quantize_rows_to_fp8", lambda x, group: module.make_quantized_input(*coding(x), group, x.dtype)
         )
-        monkeypatch.setattr(module, "silu_mul_quantize", lambda x, how, group: coding(SiluMul()(x.nan_to_num(0))))
+        monkeypatch.setattr(module, "activation_mul_quantize", lambda x, how, group: coding(SiluMul()(x.nan_to_num(0))))
         monkeypatch.setattr(torch, "empty", poisoned)
         yield module
 
@@ -98,7 +98,7 @@ def test_agrees_with_the_op(hopper, tokens, outliers, routing, record_property):
 
 @pytest.mark.parametrize("counts", [(0, 128, 5), (256, 0, 0), (0, 0, 0), (130, 255, 1)])
 def test_masked_groups(hopper, counts):
-    from inferplane.kernels.triton.moe import assign_masked_blocks
+    from inferplane.kernels.triton.experts.blocks import assign_masked_blocks
 
     generator, capacity = torch.Generator().manual_seed(3), 256
     stack = encode(torch.randn(len(counts), 200, WIDTH, generator=generator), "fp8_block")

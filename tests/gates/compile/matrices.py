@@ -35,7 +35,8 @@ def _packed(format: str, *shape: int) -> Any:
 
 
 def _product(products: Products, rows: int, format: str, act: str) -> None:
-    from inferplane.kernels.triton.matmul import make_plain_input, make_quantized_input, matmul
+    from inferplane.kernels.triton.matmul import matmul
+    from inferplane.kernels.triton.matmul_input import make_plain_input, make_quantized_input
 
     x = replace(make_plain_input(torch.empty(rows, DEPTH, dtype=torch.bfloat16)), quantize=act == "here")
     if act in ("fp8", "int8"):
@@ -75,8 +76,8 @@ def _grouped(
     """The first product over experts, which deals with few rows, or with `last` the second one, which sums up; `act` as
     in `FORMS`.
     """
-    from inferplane.kernels.triton.matmul import make_plain_input, make_quantized_input
-    from inferplane.kernels.triton.moe import GroupedResult, PairSum, multiply_grouped
+    from inferplane.kernels.triton.experts.moe import GroupedResult, PairSum, multiply_grouped
+    from inferplane.kernels.triton.matmul_input import make_plain_input, make_quantized_input
 
     how, weight = products.choose_for_experts(rows), _packed(format, 8, 512, DEPTH)
     rest = torch.empty(64, DEPTH, dtype=torch.bfloat16)
@@ -140,14 +141,16 @@ def _static(products: Products, rows: int) -> None:
     matmul(make_fp8_input(torch.empty(rows, DEPTH, dtype=torch.bfloat16), weight, 0, products), weight, products)
 
 
-def _gated(products: Products, rows: int) -> None:
-    from inferplane.kernels.triton.matmul import make_plain_input, matmul
+def _gated(products: Products, rows: int, gate: str = "silu", format: str = "fp8_block") -> None:
+    from inferplane.kernels.triton.matmul import matmul
+    from inferplane.kernels.triton.matmul_input import make_plain_input
 
     x = make_plain_input(torch.empty(rows, DEPTH, dtype=torch.bfloat16))
-    matmul(x, _packed("fp8_block", 1024, DEPTH), products, gated=True)
+    matmul(x, _packed(format, 1024, DEPTH), products, gate=gate)
 
 
 PRODUCTS["product_bf16_fp8_gated"] = lambda products: _gated(products, 256)
+PRODUCTS["product_bf16_int4_gelu_gated"] = lambda products: _gated(products, 1, "gelu_tanh", "int4_group64")
 PRODUCTS["product_bf16_fp8_gated_ahead"] = lambda products: _gated(replace(products, ahead=True), 1)
 
 
@@ -164,14 +167,14 @@ for _name in ("product_fp8_fp8_256", "product_fp8_fp8_1_split", "product_coded_f
 
 @specimen("experts_dealt")
 def _(products: Products) -> None:
-    from inferplane.kernels.triton.moe import assign_blocks
+    from inferplane.kernels.triton.experts.blocks import assign_blocks
 
     assign_blocks(torch.zeros(2, 8, dtype=torch.int64), 256, 16)
 
 
 @specimen("moe_route")
 def _(products: Products) -> None:
-    from inferplane.kernels.triton.moe_route import moe_route
+    from inferplane.kernels.triton.experts.moe_route import moe_route
 
     op = SimpleNamespace(
         bias=torch.zeros(256), top_k=8, score="sigmoid", groups=8, top_groups=4, group_score="top2", renormalize=True,
@@ -191,7 +194,7 @@ def _(products: Products) -> None:
 
 
 def _hopper_product(rows: int) -> None:
-    from inferplane.kernels.triton.matmul import make_quantized_input
+    from inferplane.kernels.triton.matmul_input import make_quantized_input
     from inferplane_cuda.kernels.hopper.linear import matmul_fp8_blocks
 
     x = make_quantized_input(
@@ -211,7 +214,7 @@ def _(products: Products) -> None:
 
 
 def _hopper_experts(*, weighted: bool) -> None:
-    from inferplane.kernels.triton.matmul import make_quantized_input
+    from inferplane.kernels.triton.matmul_input import make_quantized_input
     from inferplane_cuda.kernels.hopper.experts import gather_pairs, multiply_grouped
 
     dealing = torch.empty(8 * 128, dtype=torch.int32), torch.empty(8, dtype=torch.int32)

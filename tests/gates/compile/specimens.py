@@ -73,23 +73,44 @@ def _(tiles: Tiles) -> None:
 
 @specimen("silu_mul")
 def _(tiles: Tiles) -> None:
-    from inferplane.kernels.triton.rowwise import silu_mul_quantize
+    from inferplane.kernels.triton.activations import activation_mul_quantize
 
-    silu_mul_quantize(empty(4, 2 * 4096))
+    activation_mul_quantize(empty(4, 2 * 4096))
 
 
 @specimen("silu_mul_fp8")
 def _(tiles: Tiles) -> None:
-    from inferplane.kernels.triton.rowwise import silu_mul_quantize
+    from inferplane.kernels.triton.activations import activation_mul_quantize
 
-    silu_mul_quantize(empty(4, 2 * 4096), "fp8")
+    activation_mul_quantize(empty(4, 2 * 4096), "fp8")
 
 
 @specimen("silu_mul_int8")
 def _(tiles: Tiles) -> None:
-    from inferplane.kernels.triton.rowwise import silu_mul_quantize
+    from inferplane.kernels.triton.activations import activation_mul_quantize
 
-    silu_mul_quantize(empty(4, 2 * 14336), "int8", 0)
+    activation_mul_quantize(empty(4, 2 * 14336), "int8", 0)
+
+
+@specimen("gelu_mul")
+def _(tiles: Tiles) -> None:
+    from inferplane.kernels.triton.activations import activation_mul_quantize
+
+    activation_mul_quantize(empty(4, 2 * 4096), function="gelu")
+
+
+@specimen("gelu_tanh_mul_int8")
+def _(tiles: Tiles) -> None:
+    from inferplane.kernels.triton.activations import activation_mul_quantize
+
+    activation_mul_quantize(empty(4, 2 * 14336), "int8", 0, function="gelu_tanh")
+
+
+@specimen("relu2")
+def _(tiles: Tiles) -> None:
+    from inferplane.kernels.triton.activations import activation
+
+    activation(SimpleNamespace(function="relu2", prepared=tiles), empty(4, 4096))
 
 
 @specimen("quantize_int8")
@@ -305,9 +326,9 @@ def _(tiles: Tiles) -> None:
 
 @specimen("silu_mul_fp8_ahead")
 def _(tiles: Tiles) -> None:
-    from inferplane.kernels.triton.rowwise import silu_mul_quantize
+    from inferplane.kernels.triton.activations import activation_mul_quantize
 
-    silu_mul_quantize(empty(4, 2 * 4096), "fp8", ahead=True)
+    activation_mul_quantize(empty(4, 2 * 4096), "fp8", ahead=True)
 
 
 @specimen("norm_rope_write_ahead")

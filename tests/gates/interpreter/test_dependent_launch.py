@@ -14,7 +14,8 @@ from inferplane.binding import run_case
 from inferplane.kernels.triton import Products, Tiles, matrix_kernels, triton_kernels
 from inferplane.kernels.triton import dependent_launch as module
 from inferplane.kernels.triton import matmul as products_module
-from inferplane.kernels.triton.matmul import make_plain_input, matmul
+from inferplane.kernels.triton.matmul import matmul
+from inferplane.kernels.triton.matmul_input import make_plain_input
 from inferplane.kernels.triton.weight_packing import pack
 from inferplane.ops import OPS, encode
 from tests.gates.interpreter.benches import bench
@@ -99,16 +100,16 @@ def test_nothing_is_touched_before_the_wait(name, watch):
 FORMS = [("fp8_block", 200), ("int8_row", 1160), ("int4_group", 1160), ("int4_group32", 72), ("plain", 328)]
 
 
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("gate", ["", "silu", "gelu_tanh"])
 @pytest.mark.parametrize("rows", [1, 20, 70])
 @pytest.mark.parametrize(("format", "depth"), FORMS)
-def test_results_are_the_same_and_weights_are_fetched(format, depth, rows, gated, watch):
+def test_results_are_the_same_and_weights_are_fetched(format, depth, rows, gate, watch):
     """Within the weight, but for 15 bytes of alignment on either side; each row's beginning, unless rows are many."""
     generator = torch.Generator().manual_seed(4)
     weight = torch.randn(80, depth, generator=generator).bfloat16()
     packed = pack(weight if format == "plain" else encode(weight, format))
     x = make_plain_input(torch.randn(rows, depth, generator=generator).bfloat16())
-    assert torch.equal(matmul(x, packed, AHEAD, gated=gated), matmul(x, packed, OFF, gated=gated))
+    assert torch.equal(matmul(x, packed, AHEAD, gate=gate), matmul(x, packed, OFF, gate=gate))
     if rows > products_module.MAX_PREFETCH_ROWS:
         assert watch.fetched == []
         return

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.gpu import cases, check, parts, products
 from inferplane.errors import KernelError
-from inferplane.kernels.triton.moe import assign_masked_blocks
+from inferplane.kernels.triton.experts.blocks import assign_masked_blocks
 from inferplane.plugin import HOST, DeviceState, Features, Memory
 from inferplane_cuda.backend import CudaBackend
 

@@ -12,6 +12,7 @@ from inferplane.binding import Bench, run_case
 from inferplane.kernels.triton import Product, Products, matrix_kernels
 from inferplane.ops import (
     OPS,
+    ActivationMul,
     GatedMLP,
     Linear,
     LMHead,
@@ -20,6 +21,7 @@ from inferplane.ops import (
     MoERoute,
     Quantize,
     Sample,
+    SiluMul,
     encode,
     placeholder,
 )
@@ -156,7 +158,8 @@ def test_coding_in_the_product_is_coding_before_it(format, group, count):
 @pytest.mark.parametrize("zero", [False, True])
 def test_every_int4_entry_is_an_fp8_number(gated, zero):
     """Columns of a unit matrix: what comes out is the weight, -8 too, to the last place. Zero points take 16 bits."""
-    from inferplane.kernels.triton.matmul import make_quantized_input, matmul
+    from inferplane.kernels.triton.matmul import matmul
+    from inferplane.kernels.triton.matmul_input import make_quantized_input
     from inferplane.kernels.triton.weight_packing import pack
 
     entries = torch.arange(-8, 8).repeat(2, 8)[:, :128].to(torch.int8)
@@ -194,7 +197,8 @@ def test_int4_beside_fp8_is_multiplied_as_in_16_bits(count):
 
 def test_int8_rows_are_summed_up_in_whole_numbers():
     """Sums beyond 2^24, which float32 would round with every part that is added."""
-    from inferplane.kernels.triton.matmul import make_quantized_input, matmul
+    from inferplane.kernels.triton.matmul import matmul
+    from inferplane.kernels.triton.matmul_input import make_quantized_input
     from inferplane.kernels.triton.weight_packing import pack
 
     generator = torch.Generator().manual_seed(6)
@@ -217,10 +221,21 @@ CODERS = {"fp8": "triton_fp8", "int4": "triton_fp8", "int8": "triton_int8"}
     "form", [*FORMATS, "fp8_block_coded", "fp8_row_coded", "int4_group64_coded", "int4_row_coded", "int8_row_coded"]
 )
 def test_gated_mlp(form, count, outliers, record_property):
+    verify_gated_mlp(form, SiluMul(), count, outliers, record_property)
+
+
+@pytest.mark.parametrize("count", [3, 80])
+@pytest.mark.parametrize("form", ["fp8_block", "int4_group32", "fp8_row_coded", "int4_group64_coded", "int8_row_coded"])
+@pytest.mark.parametrize("function", ["gelu", "gelu_tanh", "relu2"])
+def test_gated_mlp_of_other_activations(function, form, count, record_property):
+    verify_gated_mlp(form, ActivationMul(function), count, False, record_property)
+
+
+def verify_gated_mlp(form: str, act: Any, count: int, outliers: bool, record: Any) -> None:
     format = form.removesuffix("_coded")
-    op = GatedMLP(Linear(placeholder(400, 136, format=format)), Linear(placeholder(72, 200, format=format)))
+    op = GatedMLP(Linear(placeholder(400, 136, format=format)), Linear(placeholder(72, 200, format=format)), act)
     kernel = KERNELS["gated_mlp " + ("triton" if form == format else CODERS[format.partition("_")[0]])]
-    verify_on_device(kernel, Sample(form, op, rows(count, 136, outliers)), torch.bfloat16, record_property)
+    verify_on_device(kernel, Sample(form, op, rows(count, 136, outliers)), torch.bfloat16, record)
 
 
 @pytest.mark.parametrize("outliers", [False, True], ids=["random", "outliers"])
@@ -294,8 +309,9 @@ def test_mixture(form, tokens, record_property):
 @pytest.mark.parametrize("here", [False, True], ids=["kernel", "in the product"])
 @pytest.mark.parametrize(("tokens", "experts"), [(1, 5), (7, 4), (90, 33)])
 def test_pairs_are_dealt_once(tokens, experts, here):
-    from inferplane.kernels.triton.matmul import make_plain_input
-    from inferplane.kernels.triton.moe import allocate_blocks, assign_blocks, multiply_grouped
+    from inferplane.kernels.triton.experts.blocks import allocate_blocks, assign_blocks
+    from inferplane.kernels.triton.experts.moe import multiply_grouped
+    from inferplane.kernels.triton.matmul_input import make_plain_input
     from inferplane.kernels.triton.weight_packing import pack
 
     generator = torch.Generator().manual_seed(2)
@@ -316,8 +332,9 @@ def test_pairs_are_dealt_once(tokens, experts, here):
 
 
 def test_masked_groups():
-    from inferplane.kernels.triton.matmul import make_plain_input
-    from inferplane.kernels.triton.moe import assign_masked_blocks, multiply_grouped
+    from inferplane.kernels.triton.experts.blocks import assign_masked_blocks
+    from inferplane.kernels.triton.experts.moe import multiply_grouped
+    from inferplane.kernels.triton.matmul_input import make_plain_input
     from inferplane.kernels.triton.weight_packing import pack
 
     generator = torch.Generator().manual_seed(4)
@@ -333,8 +350,10 @@ def test_masked_groups():
 
 def test_counters_are_left_as_zeros():
     """So that the next launch, or a replay of this one, counts from the beginning."""
-    from inferplane.kernels.triton.matmul import make_plain_input, matmul
-    from inferplane.kernels.triton.moe import GroupedResult, PairSum, assign_blocks, multiply_grouped
+    from inferplane.kernels.triton.experts.blocks import assign_blocks
+    from inferplane.kernels.triton.experts.moe import GroupedResult, PairSum, multiply_grouped
+    from inferplane.kernels.triton.matmul import matmul
+    from inferplane.kernels.triton.matmul_input import make_plain_input
     from inferplane.kernels.triton.weight_packing import pack
 
     products = PRODUCTS.prepare(None, None)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from inferplane.kernels.triton import kv_write, rowwise
+from inferplane.kernels.triton import activations, kv_write, rowwise
 from inferplane.kernels.triton.linear import MAX_ROWS_QUANTIZED_IN_KERNEL, linear_fp8, linear_int8
 from inferplane.kernels.triton.weight_packing import pack
 from inferplane.ops import encode
@@ -70,7 +70,7 @@ def norm(x, format):
 
 
 def silu_mul(x, format):
-    return rowwise.silu_mul_quantize(torch.cat((x.abs() + 1, x), -1), format, GROUP)
+    return activations.activation_mul_quantize(torch.cat((x.abs() + 1, x), -1), format, GROUP)
 
 
 @pytest.mark.parametrize("format", FORMATS)

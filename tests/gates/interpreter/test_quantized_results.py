@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from inferplane.kernels.triton import Products, rowwise
+from inferplane.kernels.triton.experts.moe import moe_experts_fp8
 from inferplane.kernels.triton.linear import linear_fp8, linear_int8
 from inferplane.kernels.triton.matmul_kernels import FP8_ERROR
-from inferplane.kernels.triton.moe import moe_experts_fp8
 from inferplane.kernels.triton.norm_rope_write import mla_norm_rope_write
 from inferplane.kernels.triton.quantized_results import QuantizedActivation, find_quantized, keep_quantized
 from inferplane.kernels.triton.weight_packing import pack

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from inferplane.kernels.triton import linear
+from inferplane.kernels.triton.experts.moe import moe_experts_fp8
+from inferplane.kernels.triton.experts.moe_layer import moe_fp8
 from inferplane.kernels.triton.linear import MAX_ROWS_QUANTIZED_IN_KERNEL, gated_mlp_fp8, linear_fp8
-from inferplane.kernels.triton.moe import moe_experts_fp8
-from inferplane.kernels.triton.moe_layer import moe_fp8
 from inferplane.kernels.triton.quantized_results import QuantizedActivation, keep_quantized
 from inferplane.kernels.triton.rowwise import quantize_rows
 from inferplane.kernels.triton.weight_packing import pack
-from inferplane.ops import MoERoute, encode
+from inferplane.ops import MoERoute, SiluMul, encode
 from inferplane.ops.op import relative_error
 from tests.gates.interpreter.test_matrices import PRODUCTS
 
@@ -85,7 +85,9 @@ def test_linear(scale, count, no_maximum, record_property):
 def test_gated_mlp(count, no_maximum, record_property):
     (q1, gate_up), (q2, down) = scaled(0.01, 2 * INNER, DEPTH), scaled(0.005, OUT, INNER)
     x = draw(count, DEPTH).bfloat16()
-    op = SimpleNamespace(gate_up=SimpleNamespace(weight=gate_up), down=SimpleNamespace(weight=down), prepared=PRODUCTS)
+    op = SimpleNamespace(
+        gate_up=SimpleNamespace(weight=gate_up), down=SimpleNamespace(weight=down), act=SiluMul(), prepared=PRODUCTS
+    )
     record_property("op", "gated_mlp")
     record_property("kernel", "triton_fp8:gated_mlp_fp8")
     near(gated_mlp_fp8(op, x), mlp(x, q1, q2))

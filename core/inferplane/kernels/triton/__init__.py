@@ -47,7 +47,9 @@ def triton_kernels(kv_layouts: Sequence[str], tiles: Callable[[Any, Context], Ti
     return [
         kernel("rms_norm", "rowwise:rms_norm", replace(plain, extensions=normed)),
         kernel("add_rms_norm", "rowwise:add_rms_norm", replace(plain, extensions=normed)),
-        kernel("silu_mul", "rowwise:silu_mul", plain),
+        kernel("silu_mul", "activations:silu_mul", plain),
+        kernel("activation_mul", "activations:activation_mul", plain),
+        kernel("activation", "activations:activation", plain),
         kernel("quantize", "rowwise:quantize", plain),
         kernel("rope", "kv_write:rope", plain),
         kernel("sample", "sampling:sample", plain),

@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from inferplane.kernels.triton.rowwise import larger_or_nan, largest_magnitude, quant_scale, quantize_entries, silu
+from inferplane.kernels.triton.activations import activate
+from inferplane.kernels.triton.rowwise import larger_or_nan, largest_magnitude, quant_scale, quantize_entries
 from inferplane.kernels.triton.weight_packing import INT4, PackedWeight
 
 MIN_DEPTH = 64
@@ -44,8 +45,8 @@ def tile_fp8_int4(
 ):  # fmt: skip
     """`matmul_tile` of FP8 activations and INT4 weights: float32 `[BM, BN]`.
 
-    QUANTIZE: activations are plain and quantized here by BK columns. GATED: weight rows n and n + outputs are
-    multiplied in the same loop iteration.
+    QUANTIZE: activations are plain and quantized here by BK columns. GATED: as in `matmul_tile`; weight rows n
+    and n + outputs are multiplied in the same loop iteration.
     """
     HALF: tl.constexpr = BK // 2
     within = tl.arange(0, HALF)
@@ -53,7 +54,7 @@ def tile_fp8_int4(
     up = acc
     source, weight = x + x_row[None, :] * K, w + n.to(tl.int64)[:, None] * W_ROW
     scales = w_scale + n // ROWS * GROUPS
-    if GATED:
+    if GATED > 0:
         up_weight, up_scales = weight + outputs.to(tl.int64) * W_ROW, w_scale + (n + outputs) // ROWS * GROUPS
     for k in range(first, last, BK):
         column = k + within
@@ -74,7 +75,7 @@ def tile_fp8_int4(
         if GROUP > 0:
             part *= tl.load(scales + k // GROUP, mask=n_inside, other=0.0)[:, None]
         acc += part
-        if GATED:
+        if GATED > 0:
             both = tl.load(up_weight + (k // 2 + within)[None, :], mask=n_inside[:, None], other=0)
             part = tl.dot(int4_to_fp8(both >> 4), c, tl.dot(int4_to_fp8(both), a)) * scale[None, :]
             if GROUP > 0:
@@ -82,14 +83,14 @@ def tile_fp8_int4(
             up += part
     if GROUP == 0:
         acc *= tl.load(scales, mask=n_inside, other=0.0)[:, None]
-        if GATED:
+        if GATED > 0:
             up *= tl.load(up_scales, mask=n_inside, other=0.0)[:, None]
     if not QUANTIZE and X_GROUP == 0:
         scale = tl.load(x_scale + x_row * X_ROW_SCALES, mask=x_inside, other=0.0)
         acc *= scale[None, :]
-        if GATED:
+        if GATED > 0:
             up *= scale[None, :]
     acc *= 512.0
-    if GATED:
-        acc = silu(acc) * (up * 512.0)
+    if GATED > 0:
+        acc = activate(acc, GATED) * (up * 512.0)
     return tl.trans(acc)

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.triton.activations import MAX_QUANTIZED_COLUMNS, activation_mul_quantize, function_of
 from inferplane.kernels.triton.fp8_int4 import is_multiplied_in_fp8
-from inferplane.kernels.triton.matmul import MatmulInput, make_plain_input, make_quantized_input, matmul
+from inferplane.kernels.triton.matmul import matmul
+from inferplane.kernels.triton.matmul_input import MatmulInput, make_plain_input, make_quantized_input
 from inferplane.kernels.triton.quantized_results import find_quantized
-from inferplane.kernels.triton.rowwise import MAX_QUANTIZED_COLUMNS, quantize_by_scale, quantize_rows, silu_mul_quantize
+from inferplane.kernels.triton.rowwise import quantize_by_scale, quantize_rows
 from inferplane.kernels.triton.tiles import Products
 from inferplane.kernels.triton.weight_packing import FP8, PackedWeight
 from inferplane.types import Batch
@@ -107,9 +109,9 @@ def lm_head(view: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 def gated_mlp(view: Any, x: torch.Tensor) -> torch.Tensor:
     """The op `gated_mlp` by two products, activations unquantized; a program of the first computes gate and up of its
-    columns, and ends with `silu(gate) * up`.
+    columns, and ends with `f(gate) * up`.
     """
-    inner = matmul(make_plain_input(x), view.gate_up.weight, view.prepared, gated=True)
+    inner = matmul(make_plain_input(x), view.gate_up.weight, view.prepared, gate=function_of(view.act))
     return matmul(make_plain_input(inner), view.down.weight, view.prepared)
 
 
@@ -117,18 +119,20 @@ def gated_mlp_fp8(view: Any, x: torch.Tensor) -> torch.Tensor:
     """The op `gated_mlp` with activations in FP8: product, one kernel that activates and quantizes, product."""
     gate_up, down, products = view.gate_up.weight, view.down.weight, view.prepared
     both = matmul(make_fp8_input(x, gate_up, activation_group(gate_up), products), gate_up, products)
-    return matmul(activate_and_quantize(both, down, "fp8", products), down, products)
+    return matmul(activate_and_quantize(both, down, "fp8", products, function_of(view.act)), down, products)
 
 
 def gated_mlp_int8(view: Any, x: torch.Tensor) -> torch.Tensor:
     """The op `gated_mlp` with activations in int8: product, one kernel that activates and quantizes, product."""
     gate_up, down, products = view.gate_up.weight, view.down.weight, view.prepared
     both = matmul(make_int8_input(x, products), gate_up, products)
-    return matmul(activate_and_quantize(both, down, "int8", products), down, products)
+    return matmul(activate_and_quantize(both, down, "int8", products, function_of(view.act)), down, products)
 
 
-def activate_and_quantize(both: torch.Tensor, down: PackedWeight, format: str, products: Products) -> MatmulInput:
-    """The input of a gated MLP's second product: `silu(gate) * up`, quantized in the same kernel.
+def activate_and_quantize(
+    both: torch.Tensor, down: PackedWeight, format: str, products: Products, function: str = "silu"
+) -> MatmulInput:
+    """The input of a gated MLP's second product: `f(gate) * up`, quantized in the same kernel.
 
     FP8 has a scale per 128 columns, or the static scale that `down` brings; int8 has one per row where a program can
     hold the row.
@@ -138,9 +142,12 @@ def activate_and_quantize(both: torch.Tensor, down: PackedWeight, format: str, p
         down: the second weight.
         format: "fp8" or "int8".
         products: tile sizes.
+        function: f, the activation function.
     """
     if format == "fp8" and down.static_scale is not None:
-        return make_fp8_input(silu_mul_quantize(both, ahead=products.ahead)[0], down, 0, products)
+        return make_fp8_input(
+            activation_mul_quantize(both, ahead=products.ahead, function=function)[0], down, 0, products
+        )
     group = 0 if format == "int8" and both.shape[1] // 2 <= MAX_QUANTIZED_COLUMNS else FP8_GROUP
-    values, scales = silu_mul_quantize(both, format, group, products.ahead)
+    values, scales = activation_mul_quantize(both, format, group, products.ahead, function)
     return make_quantized_input(values, scales, group, both.dtype)

@@ -12,19 +12,19 @@ activations that the product quantizes to FP8. GROUP and X_GROUP are the columns
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
+from inferplane.kernels.triton.activations import FUNCTIONS, activate
 from inferplane.kernels.triton.attention import widen_entries
 from inferplane.kernels.triton.dependent_launch import allow_next, launch_options, prefetch_l2, wait_for_previous
 from inferplane.kernels.triton.fp8_int4 import MAX_FUSED_GATE_ROWS, is_multiplied_in_fp8, tile_fp8_int4
-from inferplane.kernels.triton.rowwise import largest_magnitude, quant_scale, quantize_entries, silu
+from inferplane.kernels.triton.matmul_input import MatmulInput
+from inferplane.kernels.triton.rowwise import largest_magnitude, quant_scale, quantize_entries
 from inferplane.kernels.triton.split_reduction import is_last_arrival, load_shared_part
 from inferplane.kernels.triton.tiles import Products
-from inferplane.kernels.triton.weight_packing import FP8, INT4, INT8, PLAIN, PackedWeight
+from inferplane.kernels.triton.weight_packing import INT4, INT8, PLAIN, PackedWeight
 
 RASTER = 8
 """Tiles of rows that run side by side, so that they find each other's weights in the L2 cache."""
@@ -173,7 +173,7 @@ def tile_one_matrix(
     if FP8_DOT and B_KIND == 3 and (A_KIND == 1 or A_KIND == 4):
         return tile_fp8_int4(
             x, x_scale, x_row, x_inside, w, w_scale, n, n_inside, 0, first, last, K, W_ROW, X_ROW_SCALES, GROUPS,
-            A_KIND == 4, X_GROUP, ROWS, GROUP, BM, BN, BK, False,
+            A_KIND == 4, X_GROUP, ROWS, GROUP, BM, BN, BK, 0,
         )  # fmt: skip
     elif A_KIND == 2 and B_KIND == 2 and X_GROUP == 0 and GROUP == 0 and not ZERO and K <= MAX_INT32_COLUMNS:
         return tile_int8(
@@ -201,24 +201,24 @@ def matmul_tile(
     A_KIND, B_KIND: forms of activations and weight (`convert_entries`); A_KIND 4: rows are plain and quantized to FP8
     here, with a scale per BK columns, or by the one scale in `x_scale` if X_ROW_SCALES is 0. X_GROUP, GROUP: columns
     that share a scale, 0 for a row; ROWS: weight rows that share one. FP8_DOT: the device multiplies FP8 numbers.
-    GATED: `silu` of this tile times the tile of weight rows n + outputs.
+    GATED > 0: activation function of this number of this tile, times the tile of weight rows n + outputs.
     """
-    if GATED and BM <= MAX_FUSED_GATE_ROWS and FP8_DOT and B_KIND == 3 and (A_KIND == 1 or A_KIND == 4):
+    if GATED > 0 and BM <= MAX_FUSED_GATE_ROWS and FP8_DOT and B_KIND == 3 and (A_KIND == 1 or A_KIND == 4):
         return tile_fp8_int4(
             x, x_scale, x_row, x_inside, w, w_scale, n, n_inside, outputs, first, last, K, W_ROW, X_ROW_SCALES, GROUPS,
-            A_KIND == 4, X_GROUP, ROWS, GROUP, BM, BN, BK, True,
+            A_KIND == 4, X_GROUP, ROWS, GROUP, BM, BN, BK, GATED,
         )  # fmt: skip
     else:
         acc = tile_one_matrix(
             x, x_scale, x_row, x_inside, w, w_scale, w_zero, n, n_inside, first, last, K, W_ROW, X_ROW_SCALES, GROUPS,
             A_KIND, X_GROUP, B_KIND, ROWS, GROUP, ZERO, FP8_DOT, BM, BN, BK, dtype,
         )  # fmt: skip
-        if GATED:
+        if GATED > 0:
             up = tile_one_matrix(
                 x, x_scale, x_row, x_inside, w, w_scale, w_zero, n + outputs, n_inside, first, last, K, W_ROW,
                 X_ROW_SCALES, GROUPS, A_KIND, X_GROUP, B_KIND, ROWS, GROUP, ZERO, FP8_DOT, BM, BN, BK, dtype,
             )  # fmt: skip
-            acc = silu(acc) * up
+            acc = activate(acc, GATED) * up
         return acc
 
 
@@ -242,8 +242,8 @@ def _product(
     RASTER: tl.constexpr, FETCH: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Program `(tile of the result, part of K)` stores its tile in `out`; with SPLITS > 1 its part in `parts`, and the
-    last program of a tile adds them up. GATED: `silu` of the first half of the outputs times the second half. FETCH:
-    bytes of each weight row to prefetch before waiting for the launch in front (dependent launch).
+    last program of a tile adds them up. GATED: as in `matmul_tile`, the outputs' halves are gate and up. FETCH: bytes
+    of each weight row to prefetch before waiting for the launch in front (dependent launch).
     """
     down, across = tl.cdiv(rows, BM), tl.cdiv(outputs, BN)
     band = RASTER * across
@@ -257,7 +257,7 @@ def _product(
     if FETCH > 0:
         row = tl.minimum(n, outputs - 1)
         prefetch_weight_rows(w, row, first, last, W_ROW, B_KIND, FETCH)
-        if GATED:
+        if GATED > 0:
             prefetch_weight_rows(w, row + outputs, first, last, W_ROW, B_KIND, FETCH)
     wait_for_previous(AHEAD)
     acc = matmul_tile(
@@ -280,58 +280,12 @@ def _product(
 
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-QUANTIZED_IN_KERNEL = 4
-"""A_KIND of plain activations that the product quantizes to FP8."""
 MAX_PREFETCH_ROWS = 64
 """Up to this many rows of activations, one program reads each tile of the weight, and may prefetch it."""
 PREFETCH_BYTES_PER_ROW = 1024
 """Prefetched of each weight row: a few loop iterations, and for all running programs no more than the cache holds."""
 FLOAT32_DEPTH = 32
 """Columns per loop iteration of float32 entries: what fits into shared memory."""
-
-
-@dataclass(frozen=True)
-class MatmulInput:
-    """The left operand of a product, `[M, K]` with contiguous rows: plain, or quantized with float32 scales.
-
-    Args:
-        data: the entries; FP8 as its bits (uint8).
-        scale: `[M, groups]`, or `[1]` for all rows; None for plain entries.
-        group: columns that share a scale, 0 for the whole row.
-        dtype: the dtype of the activations before they were quantized.
-        quantize: the product quantizes these plain entries to FP8 as it reads them: by `scale` if there is one, else
-            with a scale per loop iteration's columns.
-    """
-
-    data: torch.Tensor
-    scale: torch.Tensor | None
-    group: int
-    dtype: torch.dtype
-    quantize: bool = False
-
-    @property
-    def row_scales(self) -> int:
-        """Number of scales per row; 0 where one scale holds for all rows (a static scale)."""
-        return 1 if self.scale is None else self.scale.shape[-1] if self.scale.ndim == 2 else 0
-
-    @property
-    def kind(self) -> int:
-        """The form of the entries, A_KIND of the kernels: PLAIN, FP8, INT8 or QUANTIZED_IN_KERNEL."""
-        if self.quantize:
-            return QUANTIZED_IN_KERNEL
-        return PLAIN if self.scale is None else FP8 if self.data.dtype == torch.uint8 else INT8
-
-
-def make_plain_input(x: torch.Tensor) -> MatmulInput:
-    """Rows `[M, K]` as the left operand of a product, not quantized; copied if they are not contiguous."""
-    return MatmulInput(x if x.stride(-1) == 1 and x.is_contiguous() else x.contiguous(), None, 0, x.dtype)
-
-
-def make_quantized_input(data: torch.Tensor, scale: torch.Tensor, group: int, dtype: torch.dtype) -> MatmulInput:
-    """Values `[M, K]` and scales, as the op `quantize` returns them, as the left operand of a product; not copied.
-    `group` columns share a scale (0: the whole row), `dtype` is that before quantizing, and of the product's result.
-    """
-    return MatmulInput(data.view(torch.uint8) if data.dtype == torch.float8_e4m3fn else data, scale, group, dtype)
 
 
 def tile_constants(x: MatmulInput, weight: PackedWeight, fp8: bool) -> dict[str, object]:
@@ -361,9 +315,9 @@ def matmul(
     products: Products,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    gated: bool = False,
+    gate: str = "",
 ) -> torch.Tensor:
-    """`x weight^T + bias`, `[M, N]`; with `gated`, `silu` of its first half of columns times its second, `[M, N / 2]`.
+    """`x weight^T + bias`, `[M, N]`; or `[M, N / 2]`: `gate` of its first half times its second.
 
     Where the tiles alone would not fill the device, K is split among programs, and the last program of a tile adds the
     parts up (`split_reduction.py`).
@@ -374,27 +328,28 @@ def matmul(
         products: tile sizes.
         bias: `[N]`, or None.
         out_dtype: of the result; by default the activations'.
-        gated: the weight holds gate and up, one above the other.
+        gate: an activation function of `FUNCTIONS`; the weight holds gate and up, one above the other.
     """
     rows = x.data.shape[0]
-    outputs = weight.outputs // 2 if gated else weight.outputs
+    outputs = weight.outputs // 2 if gate else weight.outputs
     out = torch.empty(rows, outputs, device=x.data.device, dtype=out_dtype or x.dtype)
     if not rows:
         return out
-    chosen = products.choose_for_experts(rows) if gated else products.choose(rows)
+    chosen = products.choose_for_experts(rows) if gate else products.choose(rows)
     constants = tile_constants(x, weight, products.fp8)
     depth = weight.depth
-    splits = 1 if gated else products.splits(chosen, rows, outputs, weight.columns)
+    splits = 1 if gate else products.splits(chosen, rows, outputs, weight.columns)
     part = triton.cdiv(triton.cdiv(weight.columns, splits), depth) * depth
     splits = triton.cdiv(weight.columns, part)
     parts = out if splits == 1 else torch.empty(splits, rows, outputs, device=out.device)
     tiles = triton.cdiv(rows, chosen.rows) * triton.cdiv(outputs, chosen.columns)
     counters = out if splits == 1 else products.counters.of(out.device, tiles)
     scale = lambda s: out if s is None else s  # noqa: E731 - what is not there is not read
+    fetch = PREFETCH_BYTES_PER_ROW if products.ahead and rows <= MAX_PREFETCH_ROWS else 0
     _product[(tiles, splits)](
         x.data, scale(x.scale), weight.data, scale(weight.scale), scale(weight.zero), scale(bias), out, parts, counters,
         rows, outputs, **constants, BM=chosen.rows, BN=chosen.columns, BIAS=bias is not None, SPLITS=splits, PART=part,
-        GATED=gated, RASTER=RASTER, FETCH=PREFETCH_BYTES_PER_ROW if products.ahead and rows <= MAX_PREFETCH_ROWS else 0,
+        GATED=FUNCTIONS[gate] if gate else 0, RASTER=RASTER, FETCH=fetch,
         num_warps=chosen.warps, num_stages=chosen.stages, **launch_options(products.ahead),
     )  # fmt: skip
     return out

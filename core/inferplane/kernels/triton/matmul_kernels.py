@@ -12,6 +12,7 @@ from inferplane.kernels.triton.weight_packing import DEPTH, PACKING
 from inferplane.types import RANK_PORTABLE, Context, Kernel, When
 
 FOLDER = "inferplane.kernels.triton"
+EXPERTS = "experts.moe"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 HALF = (torch.bfloat16, torch.float16)
 INT4 = ("int4_row", "int4_group", "int4_group64", "int4_group32")
@@ -108,11 +109,11 @@ def matrix_kernels(products: Callable[[Any, Context], Products] = PORTABLE_PRODU
             op, provider, f"{FOLDER}.{where}", when, RANK_PORTABLE, packs, products, capture_safe=True, **options
         )
 
-    def when(formats: tuple[str, ...], *needs: Any) -> When:
-        return When(FLOATS, formats, features=("triton",), needs=needs)
+    def when(formats: tuple[str, ...], *needs: Any, knows: tuple[str, ...] = ()) -> When:
+        return When(FLOATS, formats, features=("triton",), needs=needs, extensions=knows)
 
-    def when_8bit(feature: str, formats: tuple[str, ...], *needs: Any) -> When:
-        return When(HALF, formats, features=("triton", feature), needs=needs)
+    def when_8bit(feature: str, formats: tuple[str, ...], *needs: Any, knows: tuple[str, ...] = ()) -> When:
+        return When(HALF, formats, features=("triton", feature), needs=needs, extensions=knows)
 
     any_format, to_fp8 = ("plain", *QUANTIZED), (*FP8, *INT4)
     fp8: dict[str, Any] = {
@@ -122,6 +123,7 @@ def matrix_kernels(products: Callable[[Any, Context], Products] = PORTABLE_PRODU
     int8: dict[str, Any] = {
         "extra_error": INT8_ERROR, "quantizes_activations_to": "int8", "note": "activations quantized to int8",
     }  # fmt: skip
+    gates = ("activation_mul",)
     mlp, both = ("gate_up.weight", "down.weight"), ("gate_up", "down")
     layer = ("router.weight", *(f"shared.{w}" for w in mlp), *(f"experts.{w}" for w in both))
     moe, unquantized = (ALL_EXPERTS_LOCAL, MOE), (QUANTIZED_WEIGHT, PLAIN_ACTIVATIONS)
@@ -132,20 +134,21 @@ def matrix_kernels(products: Callable[[Any, Context], Products] = PORTABLE_PRODU
         kernel("linear", "triton_int8", "linear:linear_int8", when_8bit("int8-dot", ("plain", *INT8), *unquantized),
                "weight", **int8),
         kernel("lm_head", "triton", "linear:lm_head", when(QUANTIZED), "weight"),
-        kernel("gated_mlp", "triton", "linear:gated_mlp", when(QUANTIZED, PLAIN_MLP), *mlp),
-        kernel("gated_mlp", "triton_fp8", "linear:gated_mlp_fp8", when_8bit("fp8", to_fp8, PLAIN_MLP), *mlp, **fp8),
-        kernel("gated_mlp", "triton_int8", "linear:gated_mlp_int8", when_8bit("int8-dot", INT8, PLAIN_MLP), *mlp,
-               **int8),
-        kernel("moe_experts", "triton", "moe:moe_experts", when(any_format), *both),
-        kernel("moe_experts", "triton_fp8", "moe:moe_experts_fp8", when_8bit("fp8", to_fp8), *both, **fp8),
-        kernel("moe_experts", "triton_int8", "moe:moe_experts_int8", when_8bit("int8-dot", INT8), *both, **int8),
-        kernel("moe", "triton", "moe_layer:moe", when(any_format, *moe), *layer),
-        kernel("moe", "triton_fp8", "moe_layer:moe_fp8", when_8bit("fp8", ("plain", *to_fp8), *moe, SHARED_FP8),
-               *layer, **fp8),
-        kernel("moe", "triton_int8", "moe_layer:moe_int8", when_8bit("int8-dot", ("plain", *INT8), *moe, SHARED_INT8),
-               *layer, **int8),
+        kernel("gated_mlp", "triton", "linear:gated_mlp", when(QUANTIZED, PLAIN_MLP, knows=gates), *mlp),
+        kernel("gated_mlp", "triton_fp8", "linear:gated_mlp_fp8", when_8bit("fp8", to_fp8, PLAIN_MLP, knows=gates),
+               *mlp, **fp8),
+        kernel("gated_mlp", "triton_int8", "linear:gated_mlp_int8", when_8bit("int8-dot", INT8, PLAIN_MLP, knows=gates),
+               *mlp, **int8),
+        kernel("moe_experts", "triton", f"{EXPERTS}:moe_experts", when(any_format), *both),
+        kernel("moe_experts", "triton_fp8", f"{EXPERTS}:moe_experts_fp8", when_8bit("fp8", to_fp8), *both, **fp8),
+        kernel("moe_experts", "triton_int8", f"{EXPERTS}:moe_experts_int8", when_8bit("int8-dot", INT8), *both, **int8),
+        kernel("moe", "triton", f"{EXPERTS}_layer:moe", when(any_format, *moe), *layer),
+        kernel("moe", "triton_fp8", f"{EXPERTS}_layer:moe_fp8",
+               when_8bit("fp8", ("plain", *to_fp8), *moe, SHARED_FP8), *layer, **fp8),
+        kernel("moe", "triton_int8", f"{EXPERTS}_layer:moe_int8",
+               when_8bit("int8-dot", ("plain", *INT8), *moe, SHARED_INT8), *layer, **int8),
         Kernel(
-            "moe_route", "triton", f"{FOLDER}.moe_route:moe_route", When(FLOATS, features=("triton",)), RANK_PORTABLE,
-            prepare=products, capture_safe=True, batch_invariant=True,
+            "moe_route", "triton", f"{FOLDER}.{EXPERTS}_route:moe_route", When(FLOATS, features=("triton",)),
+            RANK_PORTABLE, prepare=products, capture_safe=True, batch_invariant=True,
         ),
     ]  # fmt: skip

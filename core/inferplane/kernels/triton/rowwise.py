@@ -1,4 +1,4 @@
-"""Kernels that work row by row, in float32 whatever comes in: RMS norm, SiLU of a gated MLP, quantizing."""
+"""Kernels that work row by row, in float32 whatever comes in: RMS norm, quantizing."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from inferplane.kernels.triton.dependent_launch import is_dependent, launch_opti
 from inferplane.kernels.triton.quantized_results import QuantizedActivation, find_quantized, keep_quantized
 
 FP8_MAX = 448.0
-MAX_QUANTIZED_COLUMNS = 16384
-"""Widest row of a gated MLP that one program can hold in registers, gate and up, to quantize it with one scale."""
 
 
 @triton.jit
@@ -79,12 +77,6 @@ def quantize_entries(x, scale, FP8: tl.constexpr, KEEP_NAN: tl.constexpr = False
 
 
 @triton.jit
-def silu(x):
-    """`x * sigmoid(x)`."""
-    return x / (1.0 + tl.exp(-x))
-
-
-@triton.jit
 def store_quantized_row(
     y, values, scales, row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr
 ):  # fmt: skip
@@ -111,7 +103,8 @@ def _norm(
 ):  # fmt: skip
     """Program `row` norms one row, of `x + residual` with RESIDUAL, whose sum it stores in `total`.
 
-    OFFSET is added to the weight. PLAIN: the normed row is stored in `out`. GROUP > 0: its quantized form is stored in `values` and `scales`.
+    OFFSET is added to the weight. PLAIN: the normed row is stored in `out`. GROUP > 0: its quantized form is stored in
+    `values` and `scales`.
     """
     wait_then_allow_next(AHEAD)
     row = tl.program_id(0).to(tl.int64)
@@ -131,30 +124,6 @@ def _norm(
         tl.store(out + row * WIDTH + column, y.to(out.dtype.element_ty), mask=inside)
     if GROUP > 0:
         store_quantized_row(y.to(out.dtype.element_ty).to(tl.float32), values, scales, row, WIDTH, BLOCK, GROUP, FP8)
-
-
-@triton.jit
-def _silu_mul(
-    x, out, values, scales, x_outer, width,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    """Program `(row, columns)` stores `silu(gate) * up` of BLOCK columns: plain if GROUP is 0, else quantized."""
-    wait_then_allow_next(AHEAD)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    gate = tl.load(x + row * x_outer + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + row * x_outer + width + column, mask=inside, other=0.0).to(tl.float32)
-    y = gate / (1.0 + tl.exp(-gate)) * up
-    if GROUP == 0:
-        tl.store(out + row * width + column, y.to(out.dtype.element_ty), mask=inside)
-    else:
-        groups = tl.reshape(y.to(out.dtype.element_ty).to(tl.float32), (BLOCK // GROUP, GROUP))
-        scale = quant_scale(largest_magnitude(groups, 1), 448.0 if FP8 else 127.0, False)
-        code = tl.reshape(quantize_entries(groups, scale[:, None], FP8), (BLOCK,))
-        tl.store(values + row * width + column, code, mask=inside)
-        group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-        tl.store(scales + row * tl.cdiv(width, GROUP) + group, scale, mask=group < tl.cdiv(width, GROUP))
 
 
 @triton.jit
@@ -180,7 +149,7 @@ def _quantize(
         tl.store(scales + row * groups + group, scale)
 
 
-def _warps_for(block: int) -> int:
+def warps_for(block: int) -> int:
     """How many warps a program should have that holds `block` entries of a row: 1 to 16."""
     return max(1, min(16, block // 512))
 
@@ -252,7 +221,7 @@ def rms_norm_quantize(
             inner, 0 if residual is None else residual.stride(0),
             WIDTH=width, BLOCK=block, RESIDUAL=residual is not None, OFFSET=offset,
             GROUP=(group or block) if quantize else 0, FP8=quantize == "fp8", PLAIN=keep or not quantize,
-            num_warps=_warps_for(block), **launch_options(ahead),
+            num_warps=warps_for(block), **launch_options(ahead),
         )  # fmt: skip
     made = (*([out] if keep else []), values, scales) if quantize else (out,)
     return made if residual is None else (*made, total)
@@ -276,39 +245,6 @@ def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> t
     if format:
         keep_quantized(y, QuantizedActivation(format, group, *quantized))
     return y, total
-
-
-def silu_mul_quantize(
-    x: torch.Tensor, quantize: str = "", group: int = 128, ahead: bool = False
-) -> tuple[torch.Tensor, ...]:
-    """`silu(x[:, :I]) * x[:, I:]`, optionally quantized in the same kernel. One launch; `x` does not change.
-
-    Args:
-        x: gate and up side by side, `[T, 2 I]`.
-        quantize: "" (none), "fp8" or "int8".
-        group: columns per scale, a power of two; 0 for the whole row, of at most `MAX_QUANTIZED_COLUMNS`.
-        ahead: launch before the launch in front has ended (`dependent_launch.py`).
-
-    Returns:
-        `[T, I]`, or its values and scales as the op `quantize` gives them, in a tuple.
-    """
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    rows, width = x.shape[0], x.shape[1] // 2
-    out = x.new_empty(rows, width)
-    values, scales = allocate_quantized(x, width, group or width, quantize == "fp8") if quantize else (out, out)
-    whole = max(triton.next_power_of_2(width), group if quantize else 16, 16)
-    block = whole if quantize and not group else min(1024, whole)
-    if rows:
-        _silu_mul[(rows, triton.cdiv(width, block))](
-            x, out, as_bits(values), scales, x.stride(0), width, BLOCK=block, GROUP=(group or block) if quantize else 0,
-            FP8=quantize == "fp8", num_warps=_warps_for(block), **launch_options(ahead),
-        )  # fmt: skip
-    return (values, scales) if quantize else (out,)
-
-
-def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
-    """The op `silu_mul`: `silu(gate) * up` of rows that hold gate and up side by side."""
-    return silu_mul_quantize(x, ahead=is_dependent(view))[0]
 
 
 def quantize(view: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -340,7 +276,7 @@ def quantize_rows(x: torch.Tensor, format: str, group: int, ahead: bool = False)
     if rows:
         _quantize[(rows, groups)](
             x, as_bits(values), scales, x.stride(0), width, groups,
-            GROUP=group, BLOCK=block, FP8=format == "fp8", STATIC=False, num_warps=_warps_for(block),
+            GROUP=group, BLOCK=block, FP8=format == "fp8", STATIC=False, num_warps=warps_for(block),
             **launch_options(ahead),
         )  # fmt: skip
     return values, scales
@@ -357,6 +293,6 @@ def quantize_by_scale(x: torch.Tensor, scale: torch.Tensor, ahead: bool = False)
     if rows:
         _quantize[(rows, triton.cdiv(width, block))](
             x, as_bits(values), scale, x.stride(0), width, 1,
-            GROUP=block, BLOCK=block, FP8=True, STATIC=True, num_warps=_warps_for(block), **launch_options(ahead),
+            GROUP=block, BLOCK=block, FP8=True, STATIC=True, num_warps=warps_for(block), **launch_options(ahead),
         )  # fmt: skip
     return values

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 import triton
 
+from inferplane.kernels.triton.activations import activation_mul_quantize
+from inferplane.kernels.triton.experts.blocks import assign_blocks
+from inferplane.kernels.triton.experts.moe import moe_experts_fp8 as portable
+from inferplane.kernels.triton.experts.moe import sum_pairs
 from inferplane.kernels.triton.linear import FP8_GROUP, quantize_rows_to_fp8
-from inferplane.kernels.triton.matmul import MatmulInput, make_quantized_input
-from inferplane.kernels.triton.moe import assign_blocks, sum_pairs
-from inferplane.kernels.triton.moe import moe_experts_fp8 as portable
-from inferplane.kernels.triton.rowwise import silu_mul_quantize
+from inferplane.kernels.triton.matmul_input import MatmulInput, make_quantized_input
 from inferplane.kernels.triton.weight_packing import PackedWeight
 from inferplane_cuda.kernels.hopper import grouped
 from inferplane_cuda.kernels.hopper.linear import MAX_PORTABLE_ROWS, RASTER, STAGES
@@ -77,6 +78,6 @@ def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Te
     ids = ids.contiguous()
     assignment = assign_blocks(ids, count, ROWS)
     rows = gather_pairs(quantize_rows_to_fp8(x, FP8_GROUP), assignment, ids.shape[1], pairs)
-    values, scales = silu_mul_quantize(multiply_grouped(rows, view.gate_up, assignment, pairs), "fp8", FP8_GROUP)
+    values, scales = activation_mul_quantize(multiply_grouped(rows, view.gate_up, assignment, pairs), "fp8", FP8_GROUP)
     inner = make_quantized_input(values, scales, FP8_GROUP, x.dtype)
     return sum_pairs(multiply_grouped(inner, view.down, assignment, pairs, weights.contiguous()), ids, x.dtype)

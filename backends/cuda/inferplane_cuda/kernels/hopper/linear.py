@@ -8,8 +8,8 @@ import torch
 import triton
 
 from inferplane.kernels.triton.linear import quantize_rows_to_fp8
-from inferplane.kernels.triton.matmul import MatmulInput
 from inferplane.kernels.triton.matmul import matmul as portable
+from inferplane.kernels.triton.matmul_input import MatmulInput
 from inferplane_cuda.kernels.hopper import gemm
 from inferplane_cuda.kernels.hopper.mla_launch import count_programs, tma_descriptor
 

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from inferplane.kernels.triton.activations import activation_mul_quantize
+from inferplane.kernels.triton.experts.moe import run_experts
+from inferplane.kernels.triton.experts.moe_route import route_tokens
 from inferplane.kernels.triton.linear import FP8_GROUP, activate_and_quantize, make_fp8_input, make_int8_input
-from inferplane.kernels.triton.matmul import MatmulInput, make_plain_input, matmul
-from inferplane.kernels.triton.moe import run_experts
-from inferplane.kernels.triton.moe_route import route_tokens
-from inferplane.kernels.triton.rowwise import silu_mul_quantize as gate
+from inferplane.kernels.triton.matmul import matmul
+from inferplane.kernels.triton.matmul_input import MatmulInput, make_plain_input
 from inferplane.kernels.triton.tiles import Products
 from inferplane.kernels.triton.weight_packing import PLAIN, PackedWeight
 
@@ -30,8 +31,10 @@ def _down_projection(x: torch.Tensor, weight: PackedWeight, products: Products) 
 def run_shared_mlp(x: torch.Tensor, gate_up: PackedWeight, down: PackedWeight, products: Products) -> torch.Tensor:
     """The shared gated MLP of `x` `[T, D]` with activations unquantized; plain weights go to torch's own product."""
     if gate_up.kind == PLAIN:
-        return _down_projection(gate(F.linear(x, gate_up.data), ahead=products.ahead)[0], down, products)
-    return _down_projection(matmul(make_plain_input(x), gate_up, products, gated=True), down, products)
+        return _down_projection(
+            activation_mul_quantize(F.linear(x, gate_up.data), ahead=products.ahead)[0], down, products
+        )
+    return _down_projection(matmul(make_plain_input(x), gate_up, products, gate="silu"), down, products)
 
 
 def run_shared_mlp_quantized(

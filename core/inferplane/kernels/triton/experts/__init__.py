@@ -1,0 +1,1 @@
+"""Portable kernels of mixture-of-experts layers: routing, experts, whole layers."""
