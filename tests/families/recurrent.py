@@ -6,6 +6,17 @@ from typing import Any
 
 from tests.e2e.tiny_models import LLAMA3
 
+DELTA: dict[str, Any] = {
+    "head_dim": 32,
+    "rms_norm_eps": 0.01,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+"""Sizes of delta nets. With a small epsilon their norms scale results near 0 up to mere rounding: transformers' float32
+then differs by 6e-5 from its own float64."""
+
 RECURRENT: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
     "lfm2": (
         "Lfm2Config",
@@ -25,6 +36,92 @@ RECURRENT: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
                 "vocab_size": 101,
             },
             "no_attention": {"layer_types": ["conv"] * 3, "block_auto_adjust_ff_dim": False, "use_cache": False},
+        },
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            **DELTA,
+            "num_hidden_layers": 4,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 56,
+        },
+        {
+            "mixed": {},
+            "odd": {
+                "num_hidden_layers": 3,
+                "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+                "mlp_only_layers": [1],
+                "num_experts": 5,
+                "num_experts_per_tok": 5,
+                "norm_topk_prob": False,
+                "linear_num_key_heads": 3,
+                "linear_num_value_heads": 3,
+                "linear_key_head_dim": 10,
+                "linear_value_head_dim": 24,
+                "linear_conv_kernel_dim": 2,
+                "num_key_value_heads": 1,
+                "head_dim": 16,
+                "attention_bias": True,
+                "tie_word_embeddings": True,
+                "vocab_size": 101,
+                "rope": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+            },
+            "some_dense": {"decoder_sparse_step": 2, "num_hidden_layers": 2, "full_attention_interval": 2},
+        },
+    ),
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        {**DELTA, "num_hidden_layers": 4},
+        {
+            "plain": {},
+            "odd": {
+                "num_hidden_layers": 3,
+                "layer_types": ["full_attention", "linear_attention", "full_attention"],
+                "linear_num_key_heads": 1,
+                "linear_num_value_heads": 3,
+                "linear_key_head_dim": 10,
+                "linear_value_head_dim": 6,
+                "linear_conv_kernel_dim": 5,
+                "num_key_value_heads": 4,
+                "head_dim": 20,
+                "attention_bias": True,
+                "tie_word_embeddings": True,
+                "vocab_size": 101,
+                "rope": {
+                    "rope_type": "default",
+                    "rope_theta": 1e7,
+                    "partial_rotary_factor": 0.3,
+                    "mrope_interleaved": True,
+                    "mrope_section": [1, 1, 1],
+                },
+            },
+        },
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeTextConfig",
+        {
+            **DELTA,
+            "num_hidden_layers": 3,
+            "full_attention_interval": 3,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 56,
+        },
+        {
+            "plain": {},
+            "one_expert": {
+                "num_hidden_layers": 2,
+                "full_attention_interval": 2,
+                "num_experts": 1,
+                "num_experts_per_tok": 1,
+                "linear_num_value_heads": 2,
+                "linear_value_head_dim": 16,
+                "vocab_size": 101,
+            },
         },
     ),
 }

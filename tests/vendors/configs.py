@@ -21,6 +21,13 @@ _SMALL: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
 }
 _GEMMA: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 128, "sliding_window": 20}
+_DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+}
 _LATENT: dict[str, Any] = {
     **TINY["deepseek_v3_heads"],
     "hidden_size": 128,
@@ -155,6 +162,32 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention"],
         "tie_word_embeddings": False,
     },
+    "qwen3_next": {
+        **_SMALL,
+        **_DELTA,
+        "architectures": ["Qwen3NextForCausalLM"],
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    },
+    "qwen3_5": {
+        **_SMALL,
+        **_DELTA,
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "qwen3_5_moe": {
+        **_SMALL,
+        **_DELTA,
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    },
     "deepseek_v2": {**_LATENT, "architectures": ["DeepseekV2ForCausalLM"], "topk_method": "greedy"},
     "deepseek_v3": V3,
     **{family: {**_SMALL, **entries} for family, entries in DENSE.items()},
@@ -164,11 +197,14 @@ LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 EXPERTS = (
     *("qwen3_moe", "mixtral", "qwen2_moe", "dots1", "ernie4_5_moe", "glm4_moe_lite", "glm4_moe", "solar_open"),
     *("minimax_m2", "olmoe", "flex_olmo", "hunyuan_v1_moe", "granitemoe", "granitemoeshared", "gpt_oss"),
-    *("deepseek_v2", "deepseek_v3"),
+    *("deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_5_moe"),
 )
 COMPOSED_ATTENTION = ("gpt_oss", "gemma2")
 """Families with sinks or a soft cap, which no backend's own kernels compute: core composes their attention."""
-OWN_ATTENTION = tuple(family for family in FAMILIES if family not in COMPOSED_ATTENTION)
+RECURRENT = ("lfm2", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+"""Families with recurrent layers, which take no drafts."""
+OWN_ATTENTION = tuple(family for family in FAMILIES if family not in (*COMPOSED_ATTENTION, *RECURRENT))
+"""Families that the engine serves with drafts on a backend's own kernels."""
 
 
 def model(config: dict[str, Any], weight_format: str = "plain") -> CausalLM:

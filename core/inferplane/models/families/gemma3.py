@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from inferplane.models.build import Build
 from inferplane.models.families.gemma2 import DEFAULTS, FOUR_NORMS
 from inferplane.models.parts import (
     LAYERS,
+    HeadNorms,
     decoder_model,
     dense_mlp,
     grouped_query_attention,
@@ -18,7 +18,7 @@ from inferplane.models.parts import (
 )
 from inferplane.models.reading.config import Config
 from inferplane.models.registry import architecture
-from inferplane.ops import CausalLM, GQABlock, NormRopeWrite
+from inferplane.ops import CausalLM
 
 
 @architecture(
@@ -64,18 +64,11 @@ def gemma3(build: Build) -> CausalLM:
     ropes = [near if window else far for window in windows] or [far] * layers
     scale = config.number("query_pre_attn_scalar") ** -0.5
     attention = grouped_query_attention(
-        build, bias=bias, out_bias=bias, norms=True, windows=windows, ropes=ropes, scale=scale
+        build, bias=bias, out_bias=bias, norms=HeadNorms(offset=True), windows=windows, ropes=ropes, scale=scale
     )
-
-    def attend(i: int, name: str) -> GQABlock:
-        block = attention(i, name)
-        assert isinstance(block.enter, NormRopeWrite)
-        q_norm, k_norm = (build.offset_rms_norm(f"{name}.{part}_norm", dim) for part in "qk")
-        return replace(block, enter=replace(block.enter, q_norm=q_norm, k_norm=k_norm))
-
     cap = None if config.get("final_logit_softcapping") is None else config.number("final_logit_softcapping")
     root, mlp = config.size("hidden_size") ** 0.5, dense_mlp(build, act="gelu_tanh")
-    return decoder_model(build, attend, mlp, FOUR_NORMS, embed_factor=root, logit_cap=cap)
+    return decoder_model(build, attention, mlp, FOUR_NORMS, embed_factor=root, logit_cap=cap)
 
 
 def _rotary(config: Config, kind: str) -> dict[str, Any]:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from inferplane.errors import CheckpointError
 from inferplane.models.build import Build
 from inferplane.models.parts import (
     SharedExperts,
     decoder_model,
-    dense_mlp,
-    experts_per_token,
     grouped_query_attention,
     layer_windows,
-    mixture_of_experts,
+    softmax_experts,
 )
 from inferplane.models.registry import architecture
-from inferplane.ops import CausalLM, GatedMLP, MoE, MoERoute
+from inferplane.ops import CausalLM
 
 
 @architecture(
@@ -48,22 +45,8 @@ def qwen2_moe(build: Build) -> CausalLM:
     Source: arXiv 2407.10671.
     """
     config = build.config
-    last, step, count = config.count("max_window_layers"), config.size("decoder_sparse_step"), "num_experts"
+    last = config.count("max_window_layers")
     windows = layer_windows(config, lambda i: i % 2 == 0 and i < last) if config.flag("use_sliding_window") else []
-    plain = config.get("mlp_only_layers") or []
-    if not isinstance(plain, list):
-        raise CheckpointError(
-            f"{config.name}: mlp_only_layers is {plain!r}, not a list.", remedy="fetch the file again"
-        )
-    chosen = experts_per_token(config, count)
-    route = MoERoute(None, chosen, "softmax", renormalize=config.flag("norm_topk_prob"))
-    size, mlp = config.size("shared_expert_intermediate_size"), dense_mlp(build)
-    shared = SharedExperts(size, "shared_expert", "shared_expert_gate")
-
-    def feed_forward(i: int, name: str) -> GatedMLP | MoE:
-        if i in plain or (i + 1) % step:
-            return mlp(i, name)
-        return mixture_of_experts(build, name, route, count=count, shared=shared)
-
+    shared = SharedExperts(config.size("shared_expert_intermediate_size"), "shared_expert", "shared_expert_gate")
     attention = grouped_query_attention(build, bias=config.flag("qkv_bias", True), windows=windows)
-    return decoder_model(build, attention, feed_forward)
+    return decoder_model(build, attention, softmax_experts(build, shared))

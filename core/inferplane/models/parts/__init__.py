@@ -4,12 +4,19 @@ from inferplane.models.parts.attention import (
     LATENT_EPS,
     HeadNorms,
     Window,
+    attention_with_gates,
     grouped_query_attention,
     latent_attention,
     layer_windows,
     sliding_window,
 )
-from inferplane.models.parts.experts import SharedExperts, experts_per_token, fine_grained_experts, mixture_of_experts
+from inferplane.models.parts.experts import (
+    SharedExperts,
+    experts_per_token,
+    fine_grained_experts,
+    mixture_of_experts,
+    softmax_experts,
+)
 from inferplane.models.parts.layers import (
     LAYERS,
     PRE_NORM,
@@ -35,6 +42,7 @@ __all__ = [
     "Rotation",
     "SharedExperts",
     "Window",
+    "attention_with_gates",
     "decoder_layer",
     "decoder_model",
     "dense_mlp",
@@ -57,4 +65,5 @@ __all__ = [
     "rotation",
     "short_convolution",
     "sliding_window",
+    "softmax_experts",
 ]

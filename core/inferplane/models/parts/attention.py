@@ -6,14 +6,14 @@ Names of weights are those of Hugging Face checkpoints, in which these families 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from inferplane import ops
-from inferplane.errors import CheckpointError
+from inferplane.errors import CheckpointError, UnsupportedModelError
 from inferplane.models.build import Build
 from inferplane.models.parts.layers import LAYERS, layer_kinds, norm_output_quant
-from inferplane.models.parts.rotation import Rotation, head_size, rotation
+from inferplane.models.parts.rotation import Rotation, head_size, rotate_all, rotation
 from inferplane.models.reading.config import Config
 from inferplane.models.rope import mscale
 from inferplane.types import KVRequest, Shard, Weight
@@ -35,11 +35,13 @@ class HeadNorms:
             weights differ "by_head", or "none".
         names: their names in the checkpoint.
         last: whether they follow the rotation.
+        offset: whether the weights of norms of "each" head are stored without their 1.
     """
 
     kind: Literal["none", "each", "width", "by_head"] = "each"
     names: tuple[str, str] = ("q_norm", "k_norm")
     last: bool = False
+    offset: bool = False
 
 
 def grouped_query_attention(
@@ -103,7 +105,8 @@ def grouped_query_attention(
                 build.head_norm(k, local_kv_heads, dim, shards[1]),
             )
             return ops.PrepareAttention(write, rope, *by_head, form.last, q_factors)
-        q_norm, k_norm = (build.rms_norm(part, dim) if form.kind == "each" else None for part in (q, k))
+        norm = build.offset_rms_norm if form.offset else build.rms_norm
+        q_norm, k_norm = (norm(part, dim) if form.kind == "each" else None for part in (q, k))
         if isinstance(rope, ops.Rope) and not form.last and q_factors is None:
             return ops.NormRopeWrite(rope, write, q_norm, k_norm)
         return ops.PrepareAttention(write, rope, q_norm, k_norm, form.last, q_factors)
@@ -121,6 +124,38 @@ def grouped_query_attention(
             head_dim=dim,
             reduce=build.reduce(),
         )
+
+    return block
+
+
+def attention_with_gates(build: Build) -> Callable[[int, str], ops.GQABlock]:
+    """Return a function that builds a layer's attention in Qwen3-Next's form, from the layer's number and the
+    attention's name.
+
+    A share of each head is rotated, norms of q and k are stored without their 1, and each head has a gate.
+
+    Args:
+        build: its config gives heads, sizes and whether all projections have biases.
+
+    Raises:
+        CheckpointError: the config lacks an entry or contradicts itself.
+        UnsupportedModelError: several ranks would share the layer.
+    """
+    config = build.config
+    if build.placement.tp_size > 1:
+        raise UnsupportedModelError(
+            f"{config.name}: attention with gates on {build.placement.tp_size} ranks.", there_is="one rank"
+        )
+    width, dim, bias = config.size("hidden_size"), head_size(config), config.flag("attention_bias")
+    ropes = rotate_all(build, rotation(build, dim, partial=True))
+    attention = grouped_query_attention(build, bias=bias, out_bias=bias, norms=HeadNorms(offset=True), ropes=ropes)
+
+    def block(i: int, name: str) -> ops.GQABlock:
+        plain = attention(i, name)
+        heads, kv_heads = plain.heads
+        names = [f"{name}.{part}_proj" for part in "qkv"]
+        rows = (2 * heads * dim, kv_heads * dim, kv_heads * dim)
+        return replace(plain, qkv=build.linear(*names, rows=rows, columns=width, bias=bias), output_gate=True)
 
     return block
 

@@ -119,6 +119,40 @@ def experts_per_token(
     return chosen
 
 
+def softmax_experts(
+    build: Build, shared: SharedExperts = SharedExperts()
+) -> Callable[[int, str], ops.GatedMLP | ops.MoE]:
+    """Return a function that builds a layer's MLP in Qwen's form, from the layer's number and the MLP's name.
+
+    The router takes a softmax over all experts. `mlp_only_layers`, and `decoder_sparse_step` if it is above 1, name
+    layers without experts.
+
+    Args:
+        build: its config gives the sizes.
+        shared: the MLP that every token takes in layers with experts.
+
+    Raises:
+        CheckpointError: the config lacks an entry or contradicts itself.
+
+    Source: arXiv 2407.10671.
+    """
+    config, count = build.config, "num_experts"
+    chosen, step = experts_per_token(config, count), config.size("decoder_sparse_step", 1)
+    plain = config.get("mlp_only_layers") or []
+    if not isinstance(plain, list):
+        raise CheckpointError(
+            f"{config.name}: mlp_only_layers is {plain!r}, not a list.", remedy="fetch the file again"
+        )
+    route = ops.MoERoute(None, chosen, "softmax", renormalize=config.flag("norm_topk_prob"))
+
+    def feed_forward(i: int, name: str) -> ops.GatedMLP | ops.MoE:
+        if i in plain or (i + 1) % step:
+            return dense_mlp(build)(i, name)
+        return mixture_of_experts(build, name, route, count=count, shared=shared)
+
+    return feed_forward
+
+
 def fine_grained_experts(
     build: Build, is_sparse: Callable[[int], bool] | None = None
 ) -> Callable[[int, str], ops.GatedMLP | ops.MoE]:

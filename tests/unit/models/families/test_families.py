@@ -144,6 +144,12 @@ LFM2_1_2B = {
     **llama(16, 2048, 12288, 32, 65536, num_key_value_heads=8, full_attn_idxs=[2, 5, 8, 10, 12, 14]),
     "architectures": ["Lfm2ForCausalLM"],
 }
+QWEN3_NEXT = {
+    **llama(48, 2048, 5120, 16, 151936, num_key_value_heads=2, head_dim=256, num_experts=512, num_experts_per_tok=10),
+    **{"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "linear_conv_kernel_dim": 4},
+    **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128},
+    **{"linear_value_head_dim": 128, "architectures": ["Qwen3NextForCausalLM"]},
+}
 MISTRAL = {**llama(32, 4096, 14336, 32, 32000), "architectures": ["MistralForCausalLM"], "sliding_window": 4096}
 
 
@@ -170,6 +176,7 @@ MISTRAL = {**llama(32, 4096, 14336, 32, 32000), "architectures": ["MistralForCau
         (DOTS1, 142_774_381_696),  # dots.llm1
         (GPT_OSS, 20_914_757_184),  # 20b
         (LFM2_1_2B, 1_170_340_608),
+        (QWEN3_NEXT, 79_674_391_296),  # 80B-A3B: 81,324,862,720 with its layer for multi-token prediction
         (
             mixture("Olmoe", 16, 2048, 1024, 16, 50304, num_key_value_heads=16, num_experts=64),
             6_919_161_856,  # OLMoE-1B-7B

@@ -98,8 +98,8 @@ SPELLINGS: dict[str, dict[str, Any]] = {
 
 OWN_SETTINGS = ("phi3", "olmo3", "ministral3", "gemma3")
 """Families that transformers refuses to scale in most ways; tests/unit/models/families has theirs."""
-PARTIAL = ("glm", "glm4", "glm4_moe", "minimax_m2")
-"""Families that rotate half of each head in their first config; spellings with a share state the half too."""
+PARTIAL = {"glm": 2, "glm4": 2, "glm4_moe": 2, "minimax_m2": 2, "qwen3_next": 4, "qwen3_5": 4, "qwen3_5_moe": 4}
+"""Families that rotate one part of so many of each head in their first config; spellings with a share state a half."""
 
 
 @pytest.mark.parametrize("family", [family for family in CASES if family not in OWN_SETTINGS])
@@ -112,7 +112,8 @@ def test_rotary_settings_in_every_spelling(family, spelling):
     entries = {k: v for k, v in entries.items() if k not in ("rope_parameters", "rope_theta", "rope_scaling")}
     dim = entries.get("qk_rope_head_dim") or entries.get("head_dim") or 16
     entries = {**entries, "head_dim": dim, **copy.deepcopy(SPELLINGS[spelling])}
-    dim = dim // 2 if family in PARTIAL else dim
+    if family in PARTIAL:
+        dim //= 2 if "a share" in spelling else PARTIAL[family]
     for settings in (entries.get("rope_scaling"), entries.get("rope_parameters")):
         for key, grow in (("short_factor", 0.1), ("long_factor", 0.7)):
             if settings and settings.get(key) is ...:

@@ -1,0 +1,76 @@
+"""Families with recurrent layers: what their constructors refuse, ignore and read from their own entries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from inferplane.errors import CheckpointError, UnsupportedModelError
+from inferplane.models import Build, Config, build
+from inferplane.ops import GQABlock, RecurrentBlock
+from inferplane.types import Placement
+from tests.families.cases import CASES, config_of
+from tests.families.recurrent import RECURRENT
+
+
+def config(family: str, **changes: Any) -> Config:
+    """The family's first config as transformers writes it, with changes; those of `...` are left out."""
+    theirs = config_of(family, next(iter(CASES[family]))).to_dict()
+    names = {"qwen3_5_text": "Qwen3_5", "qwen3_5_moe_text": "Qwen3_5Moe", "qwen3_next": "Qwen3Next", "lfm2": "Lfm2"}
+    entries = {**theirs, "architectures": [f"{names[theirs['model_type']]}ForCausalLM"], **changes}
+    return Config({key: value for key, value in entries.items() if value is not ...})
+
+
+def kinds(family: str, **changes: Any) -> str:
+    """A letter for each layer's block: a for attention, r for a recurrent one."""
+    letters = {GQABlock: "a", RecurrentBlock: "r"}
+    return "".join(letters[type(layer.attn)] for layer in build(Build(config(family, **changes))).layers)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "match"),
+    [
+        ("qwen3_next", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ("qwen3_next", {"layer_types": ["sliding_attention"] * 4}, "layer_types = 'sliding_attention'"),
+        ("qwen3_5_moe", {"norm_topk_prob": False}, "norm_topk_prob = False"),
+        ("lfm2", {"layer_types": ["conv", "linear_attention", "conv"]}, "layer_types = 'linear_attention'"),
+    ],
+)
+def test_what_is_not_implemented_is_refused(family, changes, match):
+    with pytest.raises(UnsupportedModelError, match=match):
+        build(Build(config(family, **changes)))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "match"),
+    [
+        ("qwen3_next", {"layer_types": ["full_attention"]}, "layer_types is not a list of 4 names"),
+        ("qwen3_next", {"linear_num_value_heads": 3}, "linear_num_value_heads = 3 cannot be shared equally"),
+        ("qwen3_next", {"linear_key_head_dim": ...}, "lacks 'linear_key_head_dim'"),
+        ("qwen3_5_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 exceeds num_experts = 8"),
+        ("qwen3_5", {"partial_rotary_factor": 2.0, "rope_parameters": ...}, "partial_rotary_factor is 2.0"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(family, changes, match):
+    with pytest.raises(CheckpointError, match=match):
+        build(Build(config(family, **changes)))
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_several_ranks_are_refused(family):
+    with pytest.raises(UnsupportedModelError, match="2 ranks"):
+        build(Build(config(family), placement=Placement(tp_rank=0, tp_size=2)))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+def test_every_fourth_layer_attends_unless_the_config_says_otherwise(family):
+    layers = {"layer_types": ..., "num_hidden_layers": 9}
+    assert kinds(family, **layers) == "rrrarrrar" and kinds(family, **layers, full_attention_interval=2) == "rarararar"
+    own = Build(config(family))
+    assert not build(own).mtp and "mtp.*" in own.ignored
+
+
+def test_lfm2_names_its_layers_in_two_ways():
+    layers = {"layer_types": ..., "num_hidden_layers": 4}
+    assert kinds("lfm2", **layers) == "aaaa" and kinds("lfm2", **layers, full_attn_idxs=[1, 3]) == "rara"
