@@ -103,14 +103,14 @@ def errors_beside_cpu(
 def greedy(bound: stepping.Bound, prompt: list[int], chunk: int) -> list[int]:
     """The prompt in chunks, then token by token, always the most probable."""
     blocks = list(range(bound.cache.blocks))[::-1]
-    done, ids, new = 0, list(prompt), []
+    done, ids, new, slots = 0, list(prompt), [], stepping.allocate_slots(bound)[0]
     with torch.inference_mode():
         while len(new) < TOKENS:
             part = ids[done : done + chunk]
-            query = Query(part, done, blocks[: -(-(done + len(part)) // bound.cache.block_tokens)], 1)
+            query = Query(part, done, blocks[: -(-(done + len(part)) // bound.cache.block_tokens)], 1, state=slots)
             batch = make_batch([query], block_tokens=bound.cache.block_tokens, device=bound.device)
             logits = bound.steps[batch.kind](batch, bound.cache)[0]
-            done += len(part)
+            done, slots = done + len(part), stepping.exchange_slots(slots)
             if done == len(ids):
                 new.append(int(logits[-1].argmax()))
                 ids.append(new[-1])

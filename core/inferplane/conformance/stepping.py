@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from inferplane.binding import Options, Plan, PlanSettings, bind, link
 from inferplane.conformance.subject import Subject
-from inferplane.kvcache import paged_layout
+from inferplane.engine.runner.kv_cache import list_requests, place_caches
+from inferplane.kvcache import StatePool, paged_layout
 from inferplane.ops import CausalLM, Draw, Embedding, MoERoute
-from inferplane.types import HOST, Features, KVCache, KVLayout, KVRequest, QTensor
+from inferplane.types import HOST, Features, KVCache, KVLayout, KVRequest, QTensor, StateSlots
 from inferplane.types.batch import FEW_TOKENS, Query, make_batch
 
 Schedule = Callable[[int, int, int], int]
@@ -93,7 +94,7 @@ def on_device(
     blocks = _blocks(tokens, plan.layouts[requests[0]])
     packed = plan.pack(lambda i: weights[i].to(device))
     cache = subject.backend.build_kv_cache(requests, plan.layouts, blocks, dtype)
-    return Bound(plan, link(plan, packed), cache, device)
+    return Bound(plan, link(plan, packed), _with_states(model, cache, dtype, device), device)
 
 
 def on_references(model: CausalLM, weights: Mapping[int, torch.Tensor | QTensor], tokens: int) -> Bound:
@@ -114,15 +115,35 @@ def on_references(model: CausalLM, weights: Mapping[int, torch.Tensor | QTensor]
     device = torch.device(HOST)
     blocks = _blocks(tokens, layout)
     layers = tuple(layout.build(r, blocks, torch.float32, device) for r in _requests(model))
-    cache = KVCache(layers, blocks, layout.block_tokens)
+    cache = _with_states(model, KVCache(layers, blocks, layout.block_tokens), torch.float32, HOST)
     return Bound(plan, link(plan, plan.pack(widened)), cache, HOST)
 
 
 def _requests(model: CausalLM) -> list[KVRequest]:
-    return [layer.attn.kv_requests()[0] for layer in model.layers]
+    return [request for layer in model.layers for request in layer.kv_requests()[:1]]
 
 
 SEQUENCES = 3
+
+
+def _with_states(model: CausalLM, cache: KVCache, dtype: torch.dtype, device: str) -> KVCache:
+    """The cache with states for `SEQUENCES` sequences, if layers keep any."""
+    if not model.state_requests():
+        return cache
+    requests, tables = list_requests(model.layers), cache.list_tables()
+    return replace(cache, by_layer=place_caches(requests, cache.layers, tables, SEQUENCES, dtype, torch.device(device)))
+
+
+def allocate_slots(bound: Bound) -> list[StateSlots | None]:
+    """State slots for `SEQUENCES` sequences; None each if no layer keeps states. A sequence's are exchanged
+    (`exchange_slots`) after each of its steps."""
+    pool = StatePool.of(bound.cache)
+    return [None if pool is None else pool.allocate() for _ in range(SEQUENCES)]
+
+
+def exchange_slots(slots: StateSlots | None) -> StateSlots | None:
+    """The slots for a sequence's next step."""
+    return None if slots is None else StateSlots(slots.write, slots.read)
 
 
 def _blocks(tokens: int, layout: KVLayout) -> int:
@@ -140,7 +161,7 @@ def run(bound: Bound, prompts: Sequence[Sequence[int]], schedule: Schedule) -> l
     Returns:
         float32 `[tokens, vocab]` on the host for each prompt.
     """
-    size, tables = bound.cache.block_tokens, _tables(bound, prompts)
+    size, tables, slots = bound.cache.block_tokens, _tables(bound, prompts), allocate_slots(bound)
     done = [0] * len(prompts)
     out: list[list[torch.Tensor]] = [[] for _ in prompts]
     with torch.inference_mode():
@@ -153,6 +174,7 @@ def run(bound: Bound, prompts: Sequence[Sequence[int]], schedule: Schedule) -> l
                     prompts[i][done[i] : done[i] + counts[i]],
                     done[i],
                     tables[i][: math.ceil((done[i] + counts[i]) / size)],
+                    state=slots[i],
                 )
                 for i in live
             ]
@@ -163,6 +185,7 @@ def run(bound: Bound, prompts: Sequence[Sequence[int]], schedule: Schedule) -> l
                 out[i].append(logits[start : start + counts[i]])
                 start += counts[i]
                 done[i] += counts[i]
+                slots[i] = exchange_slots(slots[i])
     return [torch.cat(parts) for parts in out]
 
 
@@ -170,6 +193,7 @@ def last_step(
     bound: Bound, prompts: Sequence[Sequence[int]], counts: Sequence[int], logit_rows: Sequence[int | None]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return logits and hidden states of a step over the last tokens of prompts. Call `run` before: it fills the cache.
+    Layers may keep no states, which cannot return to an earlier token.
 
     Args:
         bound: the model.
