@@ -98,7 +98,7 @@ class Server:
         """CPU seconds of the server's own processes, without the engine's."""
         found = 0.0
         for pid in [self.process.pid, *children(self.process.pid)]:
-            if b"engine.process" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"clients.process.server" not in Path(f"/proc/{pid}/cmdline").read_bytes():
                 fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
                 found += (int(fields[11]) + int(fields[12])) / TICKS
         return found

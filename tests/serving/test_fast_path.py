@@ -12,7 +12,7 @@ import pytest
 from inferplane.serving.http import generate
 from inferplane.serving.http.app import full_app, health_app, metrics_app
 from inferplane.serving.http.chunks import ChunkWriter
-from inferplane.serving.http.fast_path import LoopPassLimiter
+from inferplane.serving.http.fast_path import MAX_SKIPPED_PASSES, LoopPassLimiter
 from inferplane.serving.http.scope import CONTEXT, RequestContext
 from inferplane.serving.service import Service
 from inferplane.serving.settings import ServerSettings
@@ -59,6 +59,32 @@ def test_few_tasks_continue_per_pass_and_a_cancelled_task_delays_none(per_pass):
         alone = asyncio.create_task(one(9))
         await asyncio.sleep(0)
         assert alone.done()  # no other task waits: at once
+
+    asyncio.run(work())
+
+
+def test_tasks_behind_those_of_another_limiter_have_few_passes_while_these_wait():
+    async def work() -> None:
+        first = LoopPassLimiter(2)
+        limiter = LoopPassLimiter(after=first)
+        went: list[str] = []
+
+        async def one(name: str, limiter: LoopPassLimiter) -> None:
+            await limiter.wait()
+            went.append(name)
+
+        tasks = [asyncio.create_task(one("first", first)) for _ in range(60)]
+        tasks += [asyncio.create_task(one("after", limiter)) for _ in range(5)]
+        await asyncio.wait_for(asyncio.gather(*tasks), 10)
+        places = [i for i, name in enumerate(went) if name == "after"]
+        assert len(went) == 65 and len(places) == 5
+        gaps = [b - a for a, b in zip([0, *places], places, strict=False)]
+        assert places[0] > MAX_SKIPPED_PASSES and max(gaps) <= 2 * (MAX_SKIPPED_PASSES + 2) + 1, places
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        alone = asyncio.create_task(one("alone", limiter))
+        await asyncio.sleep(0)
+        assert alone.done()
 
     asyncio.run(work())
 

@@ -13,6 +13,7 @@ import ipaddress
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from inferplane.errors import UsageError
@@ -98,6 +99,8 @@ class Keys:
             headers: of the request.
             browser: also accept the key as the password of HTTP Basic.
         """
+        if not self.all:
+            return None
         sent = [value for name, value in headers if name == b"authorization"]
         scheme, _, secret = sent[0].partition(b" ") if len(sent) == 1 else (b"", b"", b"")
         if browser and scheme.lower() == b"basic":
@@ -155,6 +158,7 @@ def host_check(settings: ServerSettings, *, has_keys: bool) -> Callable[[str], b
     if ANY_HOST in allowed or not (allowed or (_is_local(settings.host) and not has_keys)):
         return None
 
+    @lru_cache(64)
     def is_allowed(host: str) -> bool:
         name = _name(host)
         return not name or name in allowed or _is_local(name)  # browsers never leave it out

@@ -3,6 +3,7 @@
     python -m tests.serving.attack.run                      # ten minutes; also `make test-attack`
     python -m tests.serving.attack.run --seconds 60 --seed 7
     python -m tests.serving.attack.run --only load          # valid requests alone: what sharing a busy engine costs
+    python -m tests.serving.attack.run --server-cpus 1      # attackers do not take the server's processor away
 
 Clients of all kinds (`kinds.py`) come in random order, 40 at a time, in rounds; between rounds they are quiet, so that
 a well-behaved client's 99th percentile is compared with its own in the same minutes. The exit code is 1 when a bar is
@@ -13,6 +14,7 @@ only sleeps, and how long the server was ready to run and had no processor.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -128,10 +130,14 @@ def attack_in_rounds(server: Live, attackers: Attackers, probes: HealthProber, f
         print(f"round {number + 1} of {count}: {len(attackers.attacks)} attacks, lag {lag:.3f} s, {sizes}", flush=True)
 
 
-def run(seconds: float, seed: int, pause_s: float, only: str = "") -> tuple[list[Bar], list[str]]:
+def run(
+    seconds: float, seed: int, pause_s: float, only: str = "", server_cpus: frozenset[int] = frozenset()
+) -> tuple[list[Bar], list[str]]:
     """Attack a server; the bars, and what went wrong beside them."""
-    found = Measured()
+    found, cpus = Measured(), os.sched_getaffinity(0)
+    os.sched_setaffinity(0, server_cpus or cpus)
     with tempfile.TemporaryDirectory() as folder, start_server(Path(folder)) as server:
+        os.sched_setaffinity(0, cpus - server_cpus or cpus)  # of this thread, and of what it starts from now on
         server.use_key(KEYS["good"])
         target, good, health = target_of(server), GoodClient(server, KEYS["good"]), HealthProber(server)
         with Attackers(target, seed, pause_s, only) as attackers, Bystander() as bystander:
@@ -191,9 +197,12 @@ def main() -> int:
     parser.add_argument(
         "--only", choices=("load", "attack"), default="", help="kinds that send valid requests, or the others"
     )
+    parser.add_argument(
+        "--server-cpus", type=int, nargs="+", default=[], help="processors of the server alone; clients take the others"
+    )
     args = parser.parse_args()
     print(f"seed {args.seed}", flush=True)
-    bars, wrong = run(args.seconds, args.seed, args.pause, args.only)
+    bars, wrong = run(args.seconds, args.seed, args.pause, args.only, frozenset(args.server_cpus))
     for bar in bars:
         print(bar)
     for line, count in Counter(wrong).most_common(20):

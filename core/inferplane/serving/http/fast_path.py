@@ -21,40 +21,59 @@ from inferplane.serving.shared_state.slots import SlotReservation
 from inferplane.serving.tracing import trace_headers
 from inferplane.serving.wire import parse
 
+MAX_SKIPPED_PASSES = 8
+"""Most passes in succession in which a limiter lets none of its tasks continue, because tasks of another one wait."""
+
 
 class LoopPassLimiter:
     """Lets a few tasks continue per pass of the event loop, so that the loop does other work in between.
 
     Args:
         per_pass: how many.
+        after: while tasks wait there, most passes are left to them.
     """
 
-    def __init__(self, per_pass: int = 1) -> None:
+    def __init__(self, per_pass: int = 1, after: LoopPassLimiter | None = None) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._per_pass = self._left = per_pass
+        self._after, self._skipped = after, 0
+        self._is_scheduled = False
+        """Whether the event loop will call `_begin_pass`."""
 
     async def wait(self) -> None:
         """Wait until this task may continue; the first tasks of a pass continue at once, others in their order."""
-        loop = asyncio.get_running_loop()
-        if self._left:
-            if self._left == self._per_pass:
-                loop.call_soon(self._release_next)
+        self._schedule()
+        if self._left and not self._waiting and not self._must_skip():
             self._left -= 1
             return
-        waiter = loop.create_future()
+        waiter = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
         await waiter
 
-    def _release_next(self) -> None:
+    def _must_skip(self) -> bool:
+        return self._after is not None and bool(self._after._waiting) and self._skipped < MAX_SKIPPED_PASSES
+
+    def _schedule(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._begin_pass)
+
+    def _begin_pass(self) -> None:
         """Begin a pass: those that have waited come first."""
+        self._is_scheduled = False
         self._left = self._per_pass
+        if not self._waiting:
+            return
+        self._schedule()
+        if self._must_skip():
+            self._skipped += 1
+            return
+        self._skipped = 0
         while self._waiting and self._left:
             waiter = self._waiting.popleft()
             if not waiter.done():  # done: its client has left
                 waiter.set_result(None)
                 self._left -= 1
-        if self._left < self._per_pass:
-            asyncio.get_running_loop().call_soon(self._release_next)
 
 
 class AdmissionFastPath:
@@ -68,7 +87,6 @@ class AdmissionFastPath:
 
     def __init__(self, service: Service, paths: Collection[str], native_paths: Collection[str]) -> None:
         self._service, self._paths, self._native_paths = service, frozenset(paths), frozenset(native_paths)
-        self.limiter = LoopPassLimiter()
 
     def applies_to(self, method: str, path: str) -> bool:
         """Return whether a request generates."""

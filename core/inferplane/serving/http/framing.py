@@ -101,11 +101,11 @@ class StrictConnection(h11.Connection):
 
 def _check_lines(received: bytes) -> None:
     """Refuse a head with line ends other than CRLF, with a folded line, or with two lengths."""
-    lines = received.partition(b"\r\n\r\n")[0].split(b"\r\n")
-    if any(b"\n" in line or line[:1] in (b" ", b"\t") for line in lines):
+    head = b"\r\n" + received.partition(b"\r\n\r\n")[0].lower()
+    if head.count(b"\n") != head.count(b"\r\n") or b"\n " in head or b"\n\t" in head:
         raise h11.RemoteProtocolError("a line end other than CRLF, or a folded line")
-    lengths = [line for line in lines if line.partition(b":")[0].lower() == b"content-length"]
-    if len(lengths) > 1 or any(b"," in line for line in lengths):
+    _, *lengths = head.split(b"\ncontent-length:")
+    if len(lengths) > 1 or any(b"," in rest.partition(b"\r")[0] for rest in lengths):
         raise h11.RemoteProtocolError("several lengths")
 
 

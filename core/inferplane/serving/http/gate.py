@@ -37,10 +37,11 @@ MAX_REFUSED_BODY_BYTES = 64 * 1024
 TRIMMED_BYTES, TRIMMED_AT_REST_BYTES = 32 * 2**20, 2**20
 """Memory is given back to the system once that much was freed, and less is held; and when nothing is held."""
 SWEEP_S = 1.0
-BEGUN_PER_PASS, PROBES_PER_PASS, ROUTED_PER_PASS = 8, 2, 1
+BEGUN_PER_PASS, PROBES_PER_PASS, ROUTED_PER_PASS = 32, 2, 1
 """Most requests that begin, probes of health that begin, and requests that enter a route which does not generate, in
 one pass of the event loop. Beginning takes up to a millisecond, refusals included, and such a route up to 20: a hundred
-connections would otherwise hold up the loop for 0.2 s, pass after pass. Probes do not wait behind other requests.
+connections would otherwise hold up the loop for 0.2 s, pass after pass. Probes do not wait behind other requests, and
+refusals hardly behind accepted ones, which take longer and of which one enters its route per pass.
 """
 log = logging.getLogger("inferplane.serving.access")
 
@@ -69,6 +70,7 @@ class Gate:
         self.is_allowed_host = host_check(settings, has_keys=bool(keys))
         self.memory = fast_path.body_memory
         self.beginning, self.probing = LoopPassLimiter(BEGUN_PER_PASS), LoopPassLimiter(PROBES_PER_PASS)
+        self.generating = LoopPassLimiter(after=self.beginning)
         self.routing = LoopPassLimiter(ROUTED_PER_PASS)
         self.sends: dict[int, tuple[float, Callable[[], None]]] = {}
         """Sends that wait for a client, by request: when each began, and what closes its connection."""
@@ -290,7 +292,7 @@ class GatedRequest:
         forget = when_lost(self._on_client_left) if when_lost is not None else None
         try:
             if self._context.reservation is not None:
-                await self._gate.fast_path.limiter.wait()
+                await self._gate.generating.wait()
             elif scope["path"] not in OPEN:
                 await self._gate.routing.wait()
             await self._gate.app(scope, receive, self._send_watched)

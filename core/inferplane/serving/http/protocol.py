@@ -13,6 +13,7 @@ import ipaddress
 import socket
 from collections import Counter
 from collections.abc import Callable
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
@@ -80,6 +81,7 @@ class AddressLimit:
         return release
 
 
+@lru_cache(1024)
 def _address_group(address: str) -> str:
     """Return what addresses of one client have in common."""
     try:
@@ -146,9 +148,14 @@ class LimitedConnection(H11Protocol):
         super().connection_made(transport)
         self.flow = _Flow(transport, self._read_on)
         # Routes get this with every request's scope.
-        own = {"cut_off": transport.abort, "transport": transport, "when_lost": self._when_lost}
-        own.update(drop_rest=self.drop_rest, rest_dropped=self.rest_dropped)
-        self.app_state = {**self.app_state, **own}
+        self.app_state = {
+            **self.app_state,
+            "cut_off": transport.abort,
+            "transport": transport,
+            "when_lost": self._when_lost,
+            "drop_rest": self.drop_rest,
+            "rest_dropped": self.rest_dropped,
+        }
         if len(self.connections) > self.limits.max_connections:
             self.limits.on_refusal("too_many_connections")
             transport.abort()
