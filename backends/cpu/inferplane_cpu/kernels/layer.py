@@ -71,7 +71,11 @@ def _has_plain_activations(op: Any) -> bool:
 
 def _has_bf16_weights(op: Any) -> bool:
     """Whether its weights have the dtypes that the library reads: float32 in the rotary table and a router's bias,
-    bfloat16 in all others."""
+    bfloat16 in all others. Several kernels ask, so it is found once for each op."""
+    return bool(op.once("inferplane_cpu.has_bf16_weights", _find_bf16_weights, op))
+
+
+def _find_bf16_weights(op: Any) -> bool:
     bias = op.mlp.route.bias if op.mlp.has_experts else None
     in_float32 = [w for w in (op.attn.enter.rope.table, bias) if w is not None]
     others = (w for _, w in op.weights() if not any(w is x for x in in_float32))
