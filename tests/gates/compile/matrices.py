@@ -110,6 +110,27 @@ PRODUCTS["experts_fp8_down"] = lambda products: _grouped(products, 1, "fp8_block
 PRODUCTS["experts_fp8_int4_coded"] = lambda products: _grouped(products, 1, "int4_group64", "here", quantize="fp8")
 
 
+def _clamped(products: Products, rows: int, format: str, *, last: bool = False) -> None:
+    """A product over experts with biases, the first one with a clamped gate, at gpt-oss's width."""
+    from inferplane.kernels.triton.experts.moe import GroupedResult, PairSum, multiply_grouped
+    from inferplane.kernels.triton.matmul_input import make_plain_input
+
+    how, rest = products.choose_for_experts(rows), torch.empty(64, 2880, dtype=torch.bfloat16)
+    slots = torch.empty(8 * how.rows, dtype=torch.int32), torch.empty(8, dtype=torch.int32)
+    bias = torch.empty(8, 512, dtype=torch.bfloat16)
+    first = GroupedResult(bias=bias, clamp=(1.702, 7.0))
+    second = GroupedResult(weights=torch.empty(256), pair_sum=PairSum(products.counters, 4), bias=bias)
+    multiply_grouped(
+        make_plain_input(rest), _packed(format, 8, 512, 2880), slots, how, second if last else first, pairs=256,
+        top_k=0 if last else 4, fp8=products.fp8, assign_from=None if last or rows > 1 else torch.zeros(64, 4).long(),
+    )  # fmt: skip
+
+
+PRODUCTS["experts_clamped_few"] = lambda products: _clamped(products, 1, "plain")
+PRODUCTS["experts_clamped_many"] = lambda products: _clamped(products, 256, "plain")
+PRODUCTS["experts_clamped_down"] = lambda products: _clamped(products, 1, "plain", last=True)
+
+
 def _experts(pair: str, form: str, rows: int) -> None:
     """Both products of experts with coded activations, the first one's result coded alike."""
     format, act = FORMS[pair]

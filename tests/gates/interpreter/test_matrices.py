@@ -13,6 +13,7 @@ from inferplane.kernels.triton import Product, Products, matrix_kernels
 from inferplane.ops import (
     OPS,
     ActivationMul,
+    ClampedExperts,
     GatedMLP,
     Linear,
     LMHead,
@@ -284,6 +285,7 @@ def test_experts(tokens, kind, format, provider, record_property):
     verify_on_device(KERNELS[f"moe_experts {provider}"], sample, torch.bfloat16, record_property)
 
 
+CLAMPED = ("plain", "int4_group32")
 MIXTURES = {"plain": ("plain", "plain"), "fp8": ("fp8_block", "fp8_block"), "int4_experts": ("fp8_block", "int4_group"),
             "fp8_rows": ("fp8_row", "fp8_row"), "int4_64_experts": ("fp8_block", "int4_group64"),
             "int4": ("int4_group64", "int4_group64"), "int8": ("int8_row", "int8_row")}  # fmt: skip
@@ -304,6 +306,25 @@ def test_mixture(form, tokens, record_property):
     for provider in ("triton", *([CODERS[format.partition("_")[0]]] if form != "plain" else [])):
         sample = Sample(form, op, rows(tokens, 128, provider == "triton"))
         verify_on_device(KERNELS[f"moe {provider}"], sample, torch.bfloat16, record_property)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("format", CLAMPED)
+def test_mixture_of_clamped_experts(format, tokens, record_property):
+    """As gpt-oss has them: a router with a bias, which decides, and experts with biases and a clamped gate."""
+    decided = Weight((), (6,), torch.float32, make=lambda: torch.arange(6.0) * 10)
+    experts = ClampedExperts(
+        placeholder(6, 192, 136, format=format),
+        placeholder(6, 192),
+        placeholder(6, 136, 96, format=format),
+        placeholder(6, 136),
+        alpha=1.702,
+        limit=0.8,
+    )
+    op = MoE(Linear(placeholder(6, 136), decided, out_dtype=torch.float32), MoERoute(None, 2), experts)
+    verify_on_device(
+        KERNELS["moe triton"], Sample(format, op, rows(tokens, 136, False)), torch.bfloat16, record_property
+    )
 
 
 @pytest.mark.parametrize("here", [False, True], ids=["kernel", "in the product"])

@@ -5,11 +5,13 @@ Attention is a product too. Counted are operators and kernels as they are called
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from inferplane.engine.runner.capture import why_not_captured_together
 from inferplane.engine.sampling.batch_rows import GREEDY, PLAIN
-from tests.gates.launches.models import CODED_MODELS, DRAFTING, LAYERS, MODELS
+from tests.gates.launches.models import CODED_MODELS, DRAFTING, GEMMA_2, LAYERS, MODELS
 from tests.gates.launches.steps import PRODUCTS, Between, between, cycle, drafting, planned, step
 
 MOST_BETWEEN = {(GREEDY,): 73, (PLAIN,): 158}
@@ -75,6 +77,15 @@ def test_verification_and_drafts_are_launched_at_once(drafter, sequences, drafts
 def test_norms_code_for_int4_experts_and_for_int8(model):
     """So that of many rows only attention's result is coded by a kernel of its own, once a layer."""
     assert step(MODELS[model](), 64, 2).count("_quantize") == LAYERS
+
+
+@pytest.mark.parametrize(("sequences", "tokens"), [(1, 1), (64, 2)])
+def test_layers_of_gemma_have_no_composed_op(sequences, tokens):
+    """Weights of norms without their 1, norms on both sides of a block, soft caps, windows, a gate by GELU."""
+    names = Counter(step(planned(GEMMA_2), sequences, tokens))
+    scaling = {"embedding": 1, "mul": 3, "div": 1, "tanh": 1, "_to_copy": 1}  # of embeddings and logits
+    layer = {"_norm": 4, "mm": 4, "_norm_rope_write": 1, "_attend": 1, "_activation_mul": 1}
+    assert names == Counter({name: n * LAYERS for name, n in layer.items()}) + Counter({"_norm": 1, "mm": 1, **scaling})
 
 
 def test_several_are_found():

@@ -41,6 +41,15 @@ def activate(x, FUNCTION: tl.constexpr):
 
 
 @triton.jit
+def clamp_gate(gate, up, alpha, limit):
+    """`(u + 1) g sigmoid(alpha g)` of float32 entries: g, the gate, clamped from above; u, `up`, from both sides."""
+    g = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+    u = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
+    u = tl.maximum(u, -limit, propagate_nan=tl.PropagateNan.ALL)
+    return (u + 1.0) * g / (1.0 + tl.exp(-alpha * g))
+
+
+@triton.jit
 def _activate(
     x, out, x_outer, width, BLOCK: tl.constexpr, FUNCTION: tl.constexpr, AHEAD: tl.constexpr
 ):  # fmt: skip

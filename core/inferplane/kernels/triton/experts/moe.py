@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from inferplane.kernels.triton.activations import FUNCTIONS
+from inferplane.kernels.triton.activations import FUNCTIONS, clamp_gate
 from inferplane.kernels.triton.dependent_launch import allow_next, launch_options, wait_for_previous
 from inferplane.kernels.triton.experts.blocks import allocate_blocks, assign_blocks, assign_one_block
 from inferplane.kernels.triton.linear import FP8_GROUP, make_fp8_input, make_int8_input
@@ -32,7 +32,7 @@ from inferplane.kernels.triton.weight_packing import DEPTH, PackedWeight
 @triton.jit
 def _grouped(
     x, x_scale, w, w_scale, w_zero, out, out_scale, weights, slots, owners, ids, parts, counters, base,
-    pairs, outputs, w_step, scale_step,
+    bias, alpha, limit, pairs, outputs, w_step, scale_step,
     K: tl.constexpr, W_ROW: tl.constexpr, X_ROW_SCALES: tl.constexpr, GROUPS: tl.constexpr,
     A_KIND: tl.constexpr, X_GROUP: tl.constexpr, B_KIND: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
     ZERO: tl.constexpr, FP8_DOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -44,6 +44,8 @@ def _grouped(
 
     TOP_K: rows of `x` are tokens, each shared by this many pairs; 0: they are slots.
     GATED: as in `matmul_tile`. QUANTIZE: results are stored with a scale per row and program, 1 in FP8, 2 in int8.
+    `bias` `[E, rows of the matrix]`: added to the product. `alpha`: rows of the matrix alternate, gate and up, and
+    results are gated by `clamp_gate`.
     WEIGHTED: results are multiplied by their pairs' weights and stored by pair.
     ASSIGNS > 0: the blocks are not assigned yet; each program assigns its own, reading ASSIGNS pairs at a time, and
     stores slots and owners for the second product.
@@ -73,10 +75,22 @@ def _grouped(
     w += expert * w_step
     w_scale += expert * scale_step
     w_zero += expert * scale_step
+    row = n if alpha is None else 2 * n
     acc = matmul_tile(
-        x, x_scale, x_row, real, w, w_scale, w_zero, n, n_inside, outputs, 0, K, K, W_ROW, X_ROW_SCALES, GROUPS,
+        x, x_scale, x_row, real, w, w_scale, w_zero, row, n_inside, outputs, 0, K, K, W_ROW, X_ROW_SCALES, GROUPS,
         A_KIND, X_GROUP, B_KIND, ROWS, GROUP, ZERO, FP8_DOT, BM, BN, BK, dtype, GATED,
     )  # fmt: skip
+    if alpha is not None:
+        up = matmul_tile(
+            x, x_scale, x_row, real, w, w_scale, w_zero, row + 1, n_inside, outputs, 0, K, K, W_ROW, X_ROW_SCALES,
+            GROUPS, A_KIND, X_GROUP, B_KIND, ROWS, GROUP, ZERO, FP8_DOT, BM, BN, BK, dtype, GATED,
+        )  # fmt: skip
+        both = bias + expert * (2 * outputs) + row
+        acc += tl.load(both, mask=n_inside, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(both + 1, mask=n_inside, other=0.0).to(tl.float32)[None, :]
+        acc = clamp_gate(acc, up, alpha, limit)
+    elif bias is not None:
+        acc += tl.load(bias + expert * outputs + n, mask=n_inside, other=0.0).to(tl.float32)[None, :]
     allow_next(AHEAD)
     target, inside = slot, real[:, None] & n_inside[None, :]
     if WEIGHTED:
@@ -149,12 +163,16 @@ class GroupedResult:
         quantize: "fp8" or "int8": quantize the result, a scale per 128 columns; "": leave it.
         weights: float32 `[pairs]`; results are multiplied by them and lie by pair, float32.
         pair_sum: with `weights`: results are added up by token, and lie by token in the dtype of the input.
+        bias: `[E, N]`, added to the product; None: nothing is.
+        clamp: factor and limit of op `clamped_experts`, whose rows of gate and up alternate; None: not that gate.
     """
 
     gated: bool = False
     quantize: str = ""
     weights: torch.Tensor | None = None
     pair_sum: PairSum | None = None
+    bias: torch.Tensor | None = None
+    clamp: tuple[float, float] | None = None
 
 
 AS_THEY_ARE = GroupedResult()
@@ -189,7 +207,7 @@ def multiply_grouped(
     """
     slots, owners = assignment
     gated, quantize, weights, pair_sum = result.gated, result.quantize, result.weights, result.pair_sum
-    outputs = weight.outputs // 2 if gated else weight.outputs
+    outputs = weight.outputs // 2 if gated or result.clamp else weight.outputs
     columns = DEPTH if quantize else tile_sizes.columns
     device, tiles = x.data.device, triton.cdiv(outputs, columns)
     kind, stored_as = QUANTIZED_FORMATS[quantize] if quantize else (0, x.dtype)
@@ -206,6 +224,7 @@ def multiply_grouped(
     _grouped[(len(owners), tiles)](
         x.data, other(x.scale), weight.data, other(weight.scale), other(weight.zero), out, other(scale), other(weights),
         slots, owners, other(assign_from), other(parts), other(counters), other(base),
+        result.bias, *(result.clamp or (None, None)),
         pairs, outputs, weight.data.stride(0), 0 if weight.scale is None else weight.scale.stride(0),
         **tile_constants(x, weight, fp8), BM=tile_sizes.rows, BN=columns, TOP_K=top_k,
         GATED=FUNCTIONS["silu"] if gated else 0, QUANTIZE=kind, WEIGHTED=weights is not None, EXPERTS=count,
@@ -226,11 +245,11 @@ def run_experts(
     quantize: str = "",
     base: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The op `moe_experts`, `[T, D]`: both grouped products, then the sum over each token's experts.
+    """The op `moe_experts` or `clamped_experts`, `[T, D]`: both grouped products, then the sum over a token's experts.
 
     Args:
         view: weights `gate_up` and `down`, and `partial`: other ranks have experts too, whose pairs are left out of the
-            sum.
+            sum; of `clamped_experts` also biases, `alpha` and `limit`.
         products: tile sizes.
         x: activations, plain or quantized.
         weights: routing weights `[T, k]`.
@@ -247,14 +266,16 @@ def run_experts(
     assignment = (allocate_blocks if here else assign_blocks)(ids, count, tile_sizes.rows)
     common: dict[str, Any] = {"pairs": pairs, "fp8": products.fp8, "ahead": products.ahead}
     scale = view.down.static_scale if quantize == "fp8" else None
-    result = GroupedResult(gated=True, quantize=quantize if scale is None else "")
+    clamp = (view.alpha, view.limit) if hasattr(view, "alpha") else None
+    up_bias, down_bias = (None, None) if clamp is None else (view.gate_up_bias, view.down_bias)
+    result = GroupedResult(clamp is None, quantize if scale is None else "", bias=up_bias, clamp=clamp)
     assign_from = ids if here else None
     inner = multiply_grouped(
         x, view.gate_up, assignment, tile_sizes, result, top_k=top_k, assign_from=assign_from, **common
     )
     inner = inner if scale is None else replace(inner, scale=scale, quantize=True)
     pair_sum = None if view.partial else PairSum(products.counters, top_k, base)
-    result = GroupedResult(weights=weights.contiguous(), pair_sum=pair_sum)
+    result = GroupedResult(weights=weights.contiguous(), pair_sum=pair_sum, bias=down_bias)
     out = multiply_grouped(inner, view.down, assignment, tile_sizes, result, **common).data
     return sum_pairs(out, ids, x.dtype) if view.partial else out
 
@@ -270,7 +291,7 @@ def sum_pairs(parts: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype) -> tor
 
 
 def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The op `moe_experts` with activations unquantized."""
+    """The ops `moe_experts` and `clamped_experts` with activations unquantized."""
     return run_experts(view, view.prepared, make_plain_input(x), weights, ids)
 
 
