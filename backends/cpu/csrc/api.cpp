@@ -91,7 +91,8 @@ extern "C" {
 const int32_t *ip_struct_bytes(void) {
   static const int32_t bytes[] = {sizeof(ip_matrix),  sizeof(ip_cache), sizeof(ip_batch), sizeof(ip_norm),
                                   sizeof(ip_latent),  sizeof(ip_clamped_gate), sizeof(ip_experts), sizeof(ip_layer),
-                                  sizeof(ip_sampling), sizeof(ip_step), sizeof(ip_model), sizeof(ip_model_io)};
+                                  sizeof(ip_sampling), sizeof(ip_step), sizeof(ip_layer_steps), sizeof(ip_logit_scale),
+                                  sizeof(ip_model), sizeof(ip_model_io)};
   return bytes;
 }
 
@@ -137,8 +138,12 @@ void ip_dequantize_rows(const ip_matrix *w, int64_t first, int64_t last, ip_bf16
   kernels().dequantize_rows(w, first, last, out);
 }
 
-void ip_gather_rows(const ip_matrix *w, const int64_t *ids, int64_t count, ip_bf16 *out) {
-  kernels().gather_rows(w, ids, count, out);
+void ip_gather_rows(const ip_matrix *w, const int64_t *ids, int64_t count, float factor, ip_bf16 *out) {
+  kernels().gather_rows(w, ids, count, factor, out);
+}
+
+void ip_scale_logits(const ip_logit_scale *scale, float *logits, int64_t count) {
+  kernels().scale_logits(scale, logits, count);
 }
 
 void ip_rms_norm(const ip_bf16 *x, int64_t ldx, const ip_bf16 *r, const ip_norm *norm, int64_t m, int64_t d, ip_bf16 *s,
@@ -180,13 +185,13 @@ int ip_moe(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts, con
   return kernels().moe(gate_up, down, experts, clamped, x, ldx, m, ids, weights, top, out);
 }
 
-int ip_decoder_layers(const ip_layer *const *layers, const ip_cache *caches, int64_t count, const ip_step *step,
+int ip_decoder_layers(const ip_layer *const *layers, const ip_cache *caches, int64_t count, const ip_layer_steps *steps,
                       const ip_bf16 *x, const ip_bf16 *residual, ip_bf16 *out, ip_bf16 *out_residual) {
-  return kernels().decoder_layers(layers, caches, count, step, x, residual, out, out_residual);
+  return kernels().decoder_layers(layers, caches, count, steps, x, residual, out, out_residual);
 }
 
-int ip_model_step(const ip_model *model, const ip_cache *caches, const ip_step *step, const ip_model_io *io) {
-  return kernels().model_step(model, caches, step, io);
+int ip_model_step(const ip_model *model, const ip_cache *caches, const ip_layer_steps *steps, const ip_model_io *io) {
+  return kernels().model_step(model, caches, steps, io);
 }
 
 void ip_decoder_layer(const ip_layer *layer, const ip_step *step, const ip_bf16 *x, const ip_bf16 *residual,

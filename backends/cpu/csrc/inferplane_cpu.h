@@ -143,12 +143,27 @@ typedef struct {
   int64_t tokens;
 } ip_step;
 
-// A language model: rows of `embed`, the layers one after the other, a norm, and the head.
+// The steps of layers that are computed in one call: they differ in slots, block tables and caches alone. Layer i has
+// step steps[number[i]], or steps[0] if `number` is null.
+typedef struct {
+  const ip_step *const *steps;
+  const int32_t *number;
+} ip_layer_steps;
+
+// What is done with logits: each is multiplied by `factor`; then a logit s becomes cap tanh(s / cap), unless cap is 0.
+typedef struct {
+  float factor, cap;
+} ip_logit_scale;
+
+// A language model: rows of `embed` times a factor, rounded to bf16 before and after, the layers one after the other, a
+// norm, and the head.
 typedef struct {
   const ip_layer *const *layers;
   int64_t count;
   ip_matrix embed, head;  // equal if the model ties them
   ip_norm norm;
+  float embed_factor;
+  ip_logit_scale logit_scale;
 } ip_model;
 
 // Inputs and outputs of a model's step.
@@ -162,12 +177,12 @@ typedef struct {
 } ip_model_io;
 
 // Sizes in bytes of the structs matrix, cache, batch, norm, latent, clamped_gate, experts, layer, sampling, step,
-// model, model_io, in this order, so that a caller can check that it declares the same ones. The array is static.
+// layer_steps, logit_scale, model, model_io, in this order, so that a caller can check that it declares the same ones. The array is static.
 const int32_t *ip_struct_bytes(void);
 // IP_KINDS of the library, for the same purpose.
 int ip_num_kinds(void);
 // Number of the functions' signatures, which grows with every change of one: a caller of another number must not call.
-#define IP_SIGNATURES 4
+#define IP_SIGNATURES 5
 int ip_signatures(void);
 
 // -- instruction sets and threads
@@ -196,8 +211,11 @@ void ip_linear(const ip_matrix *w, const ip_bf16 *x, int64_t ldx, int64_t m, voi
 int ip_linear_prefill(const ip_matrix *w, const ip_bf16 *x, int64_t ldx, int64_t m, void *y, int64_t ldy, int wide);
 // out [last - first, k], dense, = rows first .. last of a weight of any kind in bf16, with their scales.
 void ip_dequantize_rows(const ip_matrix *w, int64_t first, int64_t last, ip_bf16 *out);
-// out [count, k], dense, = rows ids[0 .. count] of a weight of any kind in bf16; zeros for an id that is no row.
-void ip_gather_rows(const ip_matrix *w, const int64_t *ids, int64_t count, ip_bf16 *out);
+// out [count, k], dense, = rows ids[0 .. count] of a weight of any kind in bf16, times `factor`, rounded again; zeros
+// for an id that is no row.
+void ip_gather_rows(const ip_matrix *w, const int64_t *ids, int64_t count, float factor, ip_bf16 *out);
+// logits[0 .. count], changed in place.
+void ip_scale_logits(const ip_logit_scale *scale, float *logits, int64_t count);
 // How many bytes `data` of a weight in panels has; reads kind, group, n and k of w.
 int64_t ip_packed_bytes(const ip_matrix *w);
 // Writes int8 entries [n, k] (int4: -8 .. 7) as panels to `out`, ip_packed_bytes(w) bytes. Returns 1; 0 if w is
@@ -271,14 +289,14 @@ void ip_decoder_layer(const ip_layer *layer, const ip_step *step, const ip_bf16 
                       ip_bf16 *out, ip_bf16 *out_residual);
 // Computes `count` layers one after the other in one call, with the results of ip_decoder_layer: layer i uses caches[i]
 // (the step's cache is not read) and the results of the layer before it. out and out_residual are those of the last
-// layer; out_residual may be null. Returns 1; 0 for more than 8 tokens or layers of different sizes, and nothing is
-// written.
-int ip_decoder_layers(const ip_layer *const *layers, const ip_cache *caches, int64_t count, const ip_step *step,
+// layer; out_residual may be null. Returns 1; 0 for more than 8 tokens, layers of different sizes, or more than 8 pairs
+// of windows and steps, and nothing is written.
+int ip_decoder_layers(const ip_layer *const *layers, const ip_cache *caches, int64_t count, const ip_layer_steps *steps,
                       const ip_bf16 *x, const ip_bf16 *residual, ip_bf16 *out, ip_bf16 *out_residual);
 // A model's step of at most 8 tokens: embedding, layers, norm, head; the same bits as its parts called one by one.
 // Returns 1; 0 where ip_decoder_layers returns 0; -1 if an id or a row is out of range or num_rows is larger than 8.
 // Unless it returns 1, nothing is written.
-int ip_model_step(const ip_model *model, const ip_cache *caches, const ip_step *step, const ip_model_io *io);
+int ip_model_step(const ip_model *model, const ip_cache *caches, const ip_layer_steps *steps, const ip_model_io *io);
 
 #ifdef __cplusplus
 }

@@ -10,6 +10,7 @@
 #include "runtime/kernel_table.h"
 #include "sampling/argmax.h"
 #include "sampling/sample_row.h"
+#include "sampling/scale_logits.h"
 
 #include "products/w8a8_gemm.h"
 
@@ -56,16 +57,26 @@ void dequantize_rows_entry(const ip_matrix *w, int64_t first, int64_t last, bf16
   run_on_team((last - first) * w->k, [&](Team &team) { dequantize_rows(team, *w, first, last, out); });
 }
 
-// `ip_gather_rows`: rows ids[0 .. count] of w in bf16 to `out` [count, k]; zeros for an id that is no row.
-void gather_rows_entry(const ip_matrix *w, const int64_t *ids, int64_t count, bf16 *out) {
+// `ip_gather_rows`: rows ids[0 .. count] of w in bf16 times `factor` to `out` [count, k]; zeros for an id that is no
+// row.
+void gather_rows_entry(const ip_matrix *w, const int64_t *ids, int64_t count, float factor, bf16 *out) {
   run_on_team(count * w->k, [&](Team &team) {
     team.for_each_chunk(count, 4, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; i++) {
         if (ids[i] >= 0 && ids[i] < w->n)
-          dequantize_row(*w, ids[i], out + i * w->k);
+          dequantize_row_times(*w, ids[i], factor, out + i * w->k);
         else
           memset(out + i * w->k, 0, (size_t)w->k * sizeof(bf16));
       }
+    });
+  });
+}
+
+// `ip_scale_logits`: logits[0 .. count], changed in place.
+void scale_logits_entry(const ip_logit_scale *scale, float *logits, int64_t count) {
+  run_on_team(count * 2, [&](Team &team) {
+    team.for_each_chunk(count, 4096, [&](int64_t first, int64_t last) {
+      scale_logits(*scale, logits + first, last - first);
     });
   });
 }
@@ -224,11 +235,12 @@ void decoder_layer_entry(const ip_layer *layer, const ip_step *step, const bf16 
 }
 
 // `ip_decoder_layers`: a sequence of layers for few tokens; 0, and nothing is written, if it is not supported.
-int decoder_layers_entry(const ip_layer *const *layers, const ip_cache *caches, int64_t count, const ip_step *step,
-                         const bf16 *x, const bf16 *residual, bf16 *out, bf16 *out_residual) {
-  if (!LayerSequence::supports(layers, caches, count, step)) return 0;
+int decoder_layers_entry(const ip_layer *const *layers, const ip_cache *caches, int64_t count,
+                         const ip_layer_steps *steps, const bf16 *x, const bf16 *residual, bf16 *out,
+                         bf16 *out_residual) {
+  if (!LayerSequence::supports(layers, caches, count, steps)) return 0;
   PhaseTimer phases(true);
-  LayerSequence sequence(layers, caches, count, step);
+  LayerSequence sequence(layers, caches, count, steps);
   run_on_team(sequence.work(), [&](Team &team) {
     PhaseTimer timer = team.id == 0 ? phases : PhaseTimer(false);
     timer.end_phase(kBegin);
@@ -240,15 +252,17 @@ int decoder_layers_entry(const ip_layer *const *layers, const ip_cache *caches, 
 // `ip_model_step`: embeds io->ids, runs all layers, the norm and the head for few tokens, and finds the largest logits.
 // 0 if the layers are not supported, -1 if an id or row is out of range or io->num_rows exceeds kMaxDecodeRows; then
 // nothing is written.
-int model_step_entry(const ip_model *model, const ip_cache *caches, const ip_step *step, const ip_model_io *io) {
-  if (!LayerSequence::supports(model->layers, caches, model->count, step)) return 0;
+int model_step_entry(const ip_model *model, const ip_cache *caches, const ip_layer_steps *steps,
+                     const ip_model_io *io) {
+  if (!LayerSequence::supports(model->layers, caches, model->count, steps)) return 0;
+  const ip_step *step = steps->steps[0];
   if (io->num_rows > kMaxDecodeRows) return -1;  // some row would be listed twice
   for (int64_t i = 0; i < step->tokens; i++)
     if (io->ids[i] < 0 || io->ids[i] >= model->embed.n) return -1;
   for (int64_t i = 0; i < io->num_rows && io->rows; i++)
     if (io->rows[i] < 0 || io->rows[i] >= step->tokens) return -1;
   PhaseTimer phases(true);
-  LayerSequence sequence(model->layers, caches, model->count, step);
+  LayerSequence sequence(model->layers, caches, model->count, steps);
   int64_t m = step->tokens, width = sequence.width();
   bf16 *x = workspace(kModelRows)->reserve<bf16>(2 * m * width), *out = x + m * width;
   Argmax *argmaxes = workspace(kArgmaxes)->reserve<Argmax>(team_size() * kMaxDecodeRows);
@@ -258,7 +272,8 @@ int model_step_entry(const ip_model *model, const ip_cache *caches, const ip_ste
     Argmax *own_argmaxes = argmaxes + team.id * kMaxDecodeRows;
     timer.end_phase(kBegin);
     team.for_each_chunk(m, 1, [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; i++) dequantize_row(model->embed, io->ids[i], x + i * width);
+      for (int64_t i = first; i < last; i++)
+        dequantize_row_times(model->embed, io->ids[i], model->embed_factor, x + i * width);
     });
     team.barrier();
     timer.end_phase(kEmbed);
@@ -270,6 +285,7 @@ int model_step_entry(const ip_model *model, const ip_cache *caches, const ip_ste
         team, model->head, io->num_rows, [&](int64_t i) { return last.y + (io->rows ? io->rows[i] : i) * width; },
         [&](int64_t i, int64_t j, int64_t n, float *sums) {
           add_bias(model->head, j, n, sums);
+          scale_logits(model->logit_scale, sums, n);
           memcpy(io->logits + i * model->head.n + j, sums, (size_t)n * sizeof(float));
           own_argmaxes[i].add(j, n, sums);
         });
@@ -315,6 +331,6 @@ int64_t read_memory_entry(const void *data, int64_t bytes) {
 
 extern const KernelTable ISA_TABLE = {
     ISA_NAME,         linear_entry,   linear_prefill_entry, dequantize_rows_entry, gather_rows_entry,
-    rms_norm_entry,   activation_mul_entry, rope_entry,     attention_entry,       attention_prefill_entry,
+    scale_logits_entry, rms_norm_entry,   activation_mul_entry, rope_entry,     attention_entry,       attention_prefill_entry,
     mla_entry,        moe_entry,      route_experts_entry,  decoder_layer_entry,   decoder_layers_entry,
     model_step_entry, sample_entry,   read_memory_entry};

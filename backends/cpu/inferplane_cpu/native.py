@@ -141,6 +141,18 @@ class Sampling(Structure):
     ]
 
 
+class LayerSteps(Structure):
+    """`ip_layer_steps`: the steps of layers, and which one each of them has."""
+
+    _fields_ = _of(c_void_p, "steps", "number")
+
+
+class LogitScale(Structure):
+    """`ip_logit_scale`: what is done with logits."""
+
+    _fields_ = _of(c_float, "factor", "cap")
+
+
 class Model(Structure):
     """`ip_model`: a language model's layers, embedding, last norm and head."""
 
@@ -149,6 +161,8 @@ class Model(Structure):
         ("count", c_int64),
         *_of(Matrix, "embed", "head"),
         ("norm", Norm),
+        ("embed_factor", c_float),
+        ("logit_scale", LogitScale),
     ]
 
 
@@ -162,7 +176,10 @@ class ModelIO(Structure):
     ]
 
 
-_STRUCTS = (Matrix, Cache, RaggedBatch, Norm, Latent, ClampedGate, Experts, Layer, Sampling, Step, Model, ModelIO)
+_STRUCTS: tuple[type[Structure], ...] = (
+    *(Matrix, Cache, RaggedBatch, Norm, Latent, ClampedGate, Experts, Layer, Sampling),
+    *(Step, LayerSteps, LogitScale, Model, ModelIO),
+)
 """In the order of `ip_struct_bytes`."""
 _P, _I = c_void_p, c_int64
 _MATRIX, _CACHE, _BATCH, _STEP = POINTER(Matrix), POINTER(Cache), POINTER(RaggedBatch), POINTER(Step)
@@ -175,7 +192,7 @@ def _init_thread() -> None:
     torch.get_num_threads()
 
 
-SIGNATURES = 4
+SIGNATURES = 5
 """IP_SIGNATURES of the library that is called here: it grows with every change of a function's arguments."""
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_select_isa": (c_int, c_char_p),
@@ -189,7 +206,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_linear": (None, _MATRIX, _P, _I, _I, _P, _I, c_int),
     "ip_linear_prefill": (c_int, _MATRIX, _P, _I, _I, _P, _I, c_int),
     "ip_dequantize_rows": (None, _MATRIX, _I, _I, _P),
-    "ip_gather_rows": (None, _MATRIX, _P, _I, _P),
+    "ip_gather_rows": (None, _MATRIX, _P, _I, c_float, _P),
+    "ip_scale_logits": (None, POINTER(LogitScale), _P, _I),
     "ip_packed_bytes": (_I, _MATRIX),
     "ip_pack_weight": (c_int, _MATRIX, _P, _P),
     "ip_rms_norm": (None, _P, _I, _P, POINTER(Norm), _I, _I, _P, _P),
@@ -204,8 +222,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_read_memory": (_I, _P, _I),
     "ip_time_phases": (c_char_p, _P),
     "ip_decoder_layer": (None, POINTER(Layer), _STEP, _P, _P, _P, _P),
-    "ip_decoder_layers": (c_int, _P, _CACHE, _I, _STEP, _P, _P, _P, _P),
-    "ip_model_step": (c_int, POINTER(Model), _CACHE, _STEP, POINTER(ModelIO)),
+    "ip_decoder_layers": (c_int, _P, _CACHE, _I, POINTER(LayerSteps), _P, _P, _P, _P),
+    "ip_model_step": (c_int, POINTER(Model), _CACHE, POINTER(LayerSteps), POINTER(ModelIO)),
 }
 """Result and arguments of each function of the C interface."""
 

@@ -10,10 +10,9 @@ import torch
 
 from inferplane.ops.attention import GQABlock
 from inferplane.ops.basic import AddRMSNorm, Embedding, RMSNorm
-from inferplane.ops.clamped_experts import ClampedExperts
 from inferplane.ops.collective import AllGather
 from inferplane.ops.draw import Draw
-from inferplane.ops.forms.layers import NormBefore, ParallelLayer, ResidualLayer, quantize_layer
+from inferplane.ops.forms.layers import NormBefore, ParallelLayer, ResidualLayer, clamp_experts, quantize_layer
 from inferplane.ops.forms.scaled import ScaledEmbedding, ScaledHead
 from inferplane.ops.linear import GatedMLP, Linear, LMHead
 from inferplane.ops.mla import MLABlock
@@ -97,24 +96,7 @@ class DecoderLayer(Op, name="decoder_layer"):
             sample = by_label[like]
             out.append(replace(sample, label=label, op=quantize_layer(sample.op, format)))
         sparse = by_label["gqa_moe_decode"]
-        return [*out, *(_with_clamped_experts(sparse, format) for format in ("plain", "mxfp4", "int8_group"))]
-
-
-def _with_clamped_experts(sample: Sample, format: str) -> Sample:
-    """A sample's layer with experts as in gpt-oss: biases everywhere, sinks, a clamped gate."""
-    layer: Any = sample.op
-    attn, mlp = layer.attn, layer.mlp
-    sinks = placeholder(attn.heads[0])
-    few, many = (replace(x, sinks=sinks) for x in (attn.few, attn.many))
-    qkv, o = (replace(x, bias=placeholder(x.weight.shape[0])) for x in (attn.qkv, attn.o))
-    attn = replace(attn, qkv=qkv, o=o, few=few, many=many)
-    stack = lambda rows, columns: placeholder(8, rows, columns, format=format)  # noqa: E731
-    experts = ClampedExperts(stack(64, 64), placeholder(8, 64), stack(64, 32), placeholder(8, 64), 1.702, 0.8)
-    router = replace(mlp.router, bias=placeholder(8))
-    op = replace(layer, attn=attn, mlp=replace(mlp, router=router, experts=experts, shared=None))
-    if format == "int8_group":  # which an online scheme gives to all linear layers
-        op = replace(op, attn=quantize_layer(replace(op, mlp=GatedMLP.samples()[0].op), format).attn)
-    return replace(sample, label="gqa_clamped" if format == "plain" else f"gqa_clamped_{format}", op=op)
+        return [*out, *(clamp_experts(sparse, format) for format in ("plain", "mxfp4", "int8_group"))]
 
 
 AnyLayer = DecoderLayer | ResidualLayer | ParallelLayer
@@ -400,12 +382,17 @@ class CausalLM(Op, name="causal_lm"):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Small models around the decode stacks of `DecoderStack.samples`."""
+        """Small models around the decode stacks of `DecoderStack.samples`; that of several block tables with a scaled
+        embedding, an offset in its norm and a cap of logits."""
         vocab = placeholder(97, 64)
 
         def model(stack: Sample) -> Sample:
             norm = AddRMSNorm(RMSNorm(placeholder(64), 1e-6))
             op = CausalLM(Embedding(vocab), stack.op, norm, LMHead(vocab))  # type: ignore[arg-type]
+            if stack.label == "tables":
+                norm = replace(norm, norm=replace(norm.norm, offset=1.0))
+                op = replace(op, embed=ScaledEmbedding(op.embed, 8.0), norm=norm, head=ScaledHead(op.head, 1.0, 2.0))  # type: ignore[arg-type]
             return Sample(stack.label, op, lambda d: stack.inputs(d)[2:], stack.step_kind)
 
-        return [model(stack) for stack in DecoderStack.samples() if stack.label in ("decode", "latents", "int8")]
+        labels = ("decode", "latents", "int8", "tables")
+        return [model(stack) for stack in DecoderStack.samples() if stack.label in labels]

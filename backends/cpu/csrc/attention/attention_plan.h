@@ -46,9 +46,6 @@ inline AttentionArgs attention_args(const ip_cache &c, const bf16 *q, int64_t he
           scale, out};
 }
 
-// cap tanh(s / cap) of each lane, to about 1e-7 of `cap`.
-inline Floats soft_cap(Floats s, float cap) { return cap - 2 * cap / (vexp(s * (2 / cap)) + 1.0f); }
-
 // Query tokens of one sequence, and the spans that they look at.
 struct AttentionTask {
   int64_t first, tokens;  // rows of q

@@ -4,10 +4,10 @@
 
 namespace {
 
-// Whether the layers' width, heads, window and head size (or latents) are equal, so that one plan of attention and one
-// set of buffers serve both.
+// Whether the layers' width, heads and head size (or latents) are equal, so that one set of buffers serves both, and one
+// plan of attention if their windows and steps are equal too.
 bool have_same_shape(const ip_layer &a, const ip_layer &b) {
-  if (a.o.n != b.o.n || a.heads != b.heads || a.kv_heads != b.kv_heads || a.window != b.window) return false;
+  if (a.o.n != b.o.n || a.heads != b.heads || a.kv_heads != b.kv_heads) return false;
   if (!a.latent || !b.latent) return !a.latent && !b.latent && a.head_dim == b.head_dim;
   return a.latent->latent == b.latent->latent && a.latent->rope == b.latent->rope;
 }
@@ -18,33 +18,68 @@ struct LayerSequence {
   const ip_layer *const *layers;
   const ip_cache *caches;
   int64_t count;
-  const ip_step *step;
+  const ip_layer_steps *steps;
+  const ip_step *step;  // of the first layer
   LayerBuffers shared;
-  AttentionPlan plan;
+  // Of the layers whose window and step are those of layer `first`.
+  struct Plan {
+    int64_t first;
+    AttentionPlan of;
+  } plans[kMaxAttentionPlans];
+  int num_plans = 0;
+
+  // The step of layer i.
+  static const ip_step &step_of(const ip_layer_steps &steps, int64_t i) {
+    return *steps.steps[steps.number ? steps.number[i] : 0];
+  }
+  // Whether layers i and j see the same keys of the same blocks.
+  static bool share_plan(const ip_layer *const *layers, const ip_layer_steps &steps, int64_t i, int64_t j) {
+    return layers[i]->window == layers[j]->window && &step_of(steps, i) == &step_of(steps, j);
+  }
+  // The plan of layer i; there must be one.
+  const AttentionPlan &plan_of(int64_t i) const {
+    int p = 0;
+    while (!share_plan(layers, *steps, i, plans[p].first)) p++;
+    return plans[p].of;
+  }
 
   // Entries of a row between layers.
   int64_t width() const { return layers[0]->o.n; }
   // The work of all layers, as `run_on_team` counts it.
   int64_t work() const { return count * estimate_layer_work(*layers[0], step->tokens); }
 
-  // Whether the layers can be one call: at most kMaxDecodeRows tokens, layers of one shape (`have_same_shape`), and
-  // caches of one block size.
-  static bool supports(const ip_layer *const *layers, const ip_cache *caches, int64_t count, const ip_step *step) {
-    if (step->tokens > kMaxDecodeRows) return false;
-    for (int64_t i = 1; i < count; i++)
+  // Whether the layers can be one call: at most kMaxDecodeRows tokens, layers of one shape (`have_same_shape`), caches
+  // of one block size, and at most kMaxAttentionPlans pairs of a window and a step.
+  static bool supports(const ip_layer *const *layers, const ip_cache *caches, int64_t count,
+                       const ip_layer_steps *steps) {
+    if (step_of(*steps, 0).tokens > kMaxDecodeRows) return false;
+    int num_plans = 0;
+    int64_t first[kMaxAttentionPlans];
+    for (int64_t i = 0; i < count; i++) {
       if (!have_same_shape(*layers[0], *layers[i]) || caches[i].block != caches[0].block) return false;
+      int p = 0;
+      while (p < num_plans && !share_plan(layers, *steps, i, first[p])) p++;
+      if (p == kMaxAttentionPlans) return false;
+      if (p == num_plans) first[num_plans++] = i;
+    }
     return true;
   }
 
-  LayerSequence(const ip_layer *const *layers, const ip_cache *caches, int64_t count, const ip_step *step)
+  LayerSequence(const ip_layer *const *layers, const ip_cache *caches, int64_t count, const ip_layer_steps *steps)
       : layers(layers),
         caches(caches),
         count(count),
-        step(step),
+        steps(steps),
+        step(&step_of(*steps, 0)),
         shared(reserve_layer_buffers(layers, count, step->tokens)) {
     clear_attention_results(*layers[0], step->tokens, shared);
-    plan = plan_attention(layer_attention_args(*layers[0], caches[0], shared), step->batch, team_size(),
-                          workspace(kAttentionTasks));
+    for (int64_t i = 0; i < count; i++) {
+      int p = 0;
+      while (p < num_plans && !share_plan(layers, *steps, i, plans[p].first)) p++;
+      if (p < num_plans) continue;
+      plans[num_plans++] = {i, plan_attention(layer_attention_args(*layers[i], caches[i], shared),
+                                              step_of(*steps, i).batch, team_size(), workspace(kLayerTasks + 2 * p))};
+    }
   }
 
   // Computes all layers, each from the results of the one before it: x and residual [tokens, width] (residual may be
@@ -59,8 +94,9 @@ struct LayerSequence {
       buffers.attn_output += 2 * i * rows;
       if (buffers.num_tasks) buffers.num_tasks += i;
       bf16 *to = last ? out : buffers.attn_output + rows;
-      residual = decoder_layer(team, *layers[i], *step, caches[i], x, residual, to, last ? out_residual : nullptr,
-                               buffers, layer_attention_args(*layers[i], caches[i], shared), plan, phases);
+      residual = decoder_layer(team, *layers[i], step_of(*steps, i), caches[i], x, residual, to,
+                               last ? out_residual : nullptr, buffers,
+                               layer_attention_args(*layers[i], caches[i], shared), plan_of(i), phases);
       x = to;
     }
     return residual;

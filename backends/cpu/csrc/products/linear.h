@@ -176,6 +176,14 @@ inline void dequantize_row(const ip_matrix &w, int64_t row, bf16 *out) {
   }
 }
 
+// `dequantize_row`, then times `factor` and rounded again.
+inline void dequantize_row_times(const ip_matrix &w, int64_t row, float factor, bf16 *out) {
+  dequantize_row(w, row, out);
+  if (factor == 1.0f) return;
+  for (int64_t c = 0; c < w.k; c += kLanes)
+    store_bf16x16(out + c, load_f32x16(out + c, w.k - c) * factor, w.k - c);
+}
+
 // out [last - first, k], dense, = rows first .. last of a weight of any kind in bf16, with their scales. Every thread
 // of the team calls it; `out` is complete after the next `barrier`.
 inline void dequantize_rows(Team &team, const ip_matrix &w, int64_t first, int64_t last, bf16 *out) {

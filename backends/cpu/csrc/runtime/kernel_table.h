@@ -10,6 +10,7 @@ struct KernelTable {
   decltype(&ip_linear_prefill) linear_prefill;
   decltype(&ip_dequantize_rows) dequantize_rows;
   decltype(&ip_gather_rows) gather_rows;
+  decltype(&ip_scale_logits) scale_logits;
   decltype(&ip_rms_norm) rms_norm;
   decltype(&ip_activation_mul) activation_mul;
   decltype(&ip_rope) rope;

@@ -285,6 +285,8 @@ inline Floats vexp(Floats x) {
   Ints bits = (__builtin_convertvector(n, Ints) + 127) << 23;
   return (Floats)((Ints)(y * (Floats)bits) & ~(Ints)low);
 }
+// cap tanh(s / cap) of each lane, to about 1e-7 of `cap`.
+inline Floats soft_cap(Floats s, float cap) { return cap - 2 * cap / (vexp(s * (2 / cap)) + 1.0f); }
 // x / (1 + exp(-x)) of each lane.
 inline Floats silu(Floats x) { return x / (1.0f + vexp(-x)); }
 // x times the normal distribution's function at x, to about 5e-6 of the result. With z = |x| / sqrt(2) and t = 1 / (1 +

@@ -48,12 +48,17 @@ enum WorkspaceSlot {
   kExpertPairs = 24, kRouterLogits = 28, kExpertIds = 29, kModelRows = 30, kArgmaxes = 31,
   // Sampling: maxima of lanes, sums by interval, ranked tokens, tokens in bands, sampled logits.
   kLaneMaxima = 15, kIntervalSums = 16, kRankedTokens = 17, kBandLogits = 18, kBandIds = 19, kSampledLogits = 23,
+  // Layers in one call: tasks of attention (2) for each of kMaxAttentionPlans plans.
+  kLayerTasks = 32,
 };
+
+// Plans of attention that layers in one call have at most.
+constexpr int kMaxAttentionPlans = 8;
 
 // This thread's workspace for a purpose of WorkspaceSlot; for a purpose with a count, a pointer to the first of that
 // many workspaces.
 inline Workspace *workspace(int slot) {
-  static thread_local Workspace all[32];
+  static thread_local Workspace all[kLayerTasks + 2 * kMaxAttentionPlans];
   return &all[slot];
 }
 

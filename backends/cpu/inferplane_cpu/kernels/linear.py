@@ -181,9 +181,14 @@ def linear_w8a8(view: Any, x: torch.Tensor) -> torch.Tensor:
 @KERNELS("embedding", "native", when=PACKED_ROWS, packs=WEIGHT, rank=RANK_PORTABLE, batch_invariant=True)
 def embedding_panels(view: Any, ids: torch.Tensor) -> torch.Tensor:
     """Rows of a weight of 8 or 4 bits that a head shares, each the dequantized one rounded once."""
-    w, ids = matrix_of(view), ids.contiguous()
+    return gather_rows(matrix_of(view), ids, 1.0)
+
+
+def gather_rows(w: Matrix, ids: torch.Tensor, factor: float) -> torch.Tensor:
+    """Rows `ids` of a weight in bf16, times `factor` and rounded again."""
+    ids = ids.contiguous()
     out = torch.empty(*ids.shape, w.k, dtype=torch.bfloat16)
-    library().ip_gather_rows(w, ids.data_ptr(), ids.numel(), out.data_ptr())
+    library().ip_gather_rows(w, ids.data_ptr(), ids.numel(), factor, out.data_ptr())
     return out
 
 

@@ -10,6 +10,7 @@ import torch
 
 from inferplane.ops.attention import GQABlock
 from inferplane.ops.basic import AddRMSNorm, RMSNorm
+from inferplane.ops.clamped_experts import ClampedExperts
 from inferplane.ops.draw import Draw
 from inferplane.ops.forms.activation import ActivationMul
 from inferplane.ops.forms.mlp import MLP
@@ -196,3 +197,20 @@ def quantize_layer(layer: Any, format: str) -> Any:
     else:
         attn = linears(attn, "qkv", "o")
     return replace(layer, attn=attn, mlp=linears(layer.mlp, "gate_up", "down"))
+
+
+def clamp_experts(sample: Sample, format: str) -> Sample:
+    """A sample's layer with experts as in gpt-oss: biases everywhere, sinks, a clamped gate."""
+    layer: Any = sample.op
+    attn, mlp = layer.attn, layer.mlp
+    sinks = placeholder(attn.heads[0])
+    few, many = (replace(x, sinks=sinks) for x in (attn.few, attn.many))
+    qkv, o = (replace(x, bias=placeholder(x.weight.shape[0])) for x in (attn.qkv, attn.o))
+    attn = replace(attn, qkv=qkv, o=o, few=few, many=many)
+    stack = lambda rows, columns: placeholder(8, rows, columns, format=format)  # noqa: E731
+    experts = ClampedExperts(stack(64, 64), placeholder(8, 64), stack(64, 32), placeholder(8, 64), 1.702, 0.8)
+    router = replace(mlp.router, bias=placeholder(8))
+    op = replace(layer, attn=attn, mlp=replace(mlp, router=router, experts=experts, shared=None))
+    if format == "int8_group":  # which an online scheme gives to all linear layers
+        op = replace(op, attn=quantize_layer(replace(op, mlp=GatedMLP.samples()[0].op), format).attn)
+    return replace(sample, label="gqa_clamped" if format == "plain" else f"gqa_clamped_{format}", op=op)

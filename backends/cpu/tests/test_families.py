@@ -1,12 +1,12 @@
-"""Layers with norms before and after each block, weights without their 1, GELU and two windows, as Gemma has them."""
+"""Steps of Gemma and gpt-oss as one call: norms before and after, caps, scales, sinks, MXFP4 experts, two windows."""
 
 import pytest
 import torch
 
 from inferplane.binding import view_of
 from inferplane.conformance import stepping
-from inferplane.conformance.configs import model
 from inferplane.conformance.subject import Subject
+from inferplane.models import Build, Config, build
 from inferplane.ops import CausalLM
 from inferplane.plugins import host
 from inferplane_cpu.kernels.model import native_stack
@@ -40,8 +40,25 @@ GEMMA_2 = {
     "attn_logit_softcapping": 2.0,
     "final_logit_softcapping": 5.0,
 }
-RUNS = {"gemma2": [(0, 1, 0), (1, 1, 0), (2, 1, 0), (3, 1, 0)], "gemma3": [(0, 2, 0), (2, 1, 0), (3, 1, 0)]}
-"""First layer, number of layers and block table of each run of layers with one window."""
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "sliding_window": 20,
+    "max_position_embeddings": 256,
+    "rope_theta": 1e4,
+    "rope_scaling": None,
+    "rope_parameters": None,
+}
+FAMILIES = {"gemma2": GEMMA_2, "gemma3": GEMMA_3, "gpt_oss": GPT_OSS, "gpt_oss_mxfp4": GPT_OSS}
 FEW = {
     "tokens": lambda sequence, done, total: 1 if done else total - 12,
     "drafts": lambda sequence, done, total: (1, 4, 2)[sequence] if done else total - 12,
@@ -53,27 +70,37 @@ def bound_model(tree, weights, without=()):
     subject = Subject.of(host(), "cpu", "bfloat16")
     subject.kernels = [k for k in subject.kernels if k.op not in without]
     bound = stepping.on_device(subject, tree, torch.bfloat16, weights, 40)
-    ops = ("decoder_stack", "residual_layer")
+    ops = ("causal_lm", "decoder_stack", "residual_layer", "decoder_layer")
     return bound, {op.name: choice.label for _, op, choice in bound.plan.sites("decode") if op.name in ops}
+
+
+def build_model(family):
+    formats = {"gpt_oss_mxfp4": lambda name: "mxfp4" if ".experts." in name else "plain"}
+    more = {"format_of": formats[family]} if family in formats else {}
+    return build(Build(Config(FAMILIES[family]), positions=256, **more))
 
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("schedule", FEW)
-@pytest.mark.parametrize("family", RUNS)
-def test_layers_of_gemma_in_one_call(family, name, schedule):
-    """One call for each run of layers gives what each layer gives, to the bit, and what smaller kernels give."""
-    tree = model({"gemma2": GEMMA_2, "gemma3": GEMMA_3}[family])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_in_one_call(family, name, schedule):
+    """One call gives what a call for each layer gives, to the bit, and what smaller kernels give."""
+    tree = build_model(family)
+    layer = tree.layers[0].name
     weights = stepping.draw_weights(tree, torch.bfloat16)
     draw = torch.Generator().manual_seed(5)
     prompts = [torch.randint(0, 97, (n - 1,), generator=draw).tolist() for n in (40, 37, 29)]
     with use_instruction_set(name):
-        (stack, labels), (each, _) = bound_model(tree, weights), bound_model(tree, weights, ("decoder_stack",))
-        small, parts = bound_model(tree, weights, ("decoder_stack", "residual_layer"))
-        chained, single, apart = (stepping.run(bound, prompts, FEW[schedule]) for bound in (stack, each, small))
-    assert labels == {"decoder_stack": "native:decoder_stack", "residual_layer": "native:residual_layer"}
+        whole, labels = bound_model(tree, weights)
+        stack, each = (bound_model(tree, weights, (op,))[0] for op in ("causal_lm", "decoder_stack"))
+        small, parts = bound_model(tree, weights, ("decoder_stack", layer))
+        chained, middle, single, apart = (
+            stepping.run(bound, prompts, FEW[schedule]) for bound in (whole, stack, each, small)
+        )
+    of_layer = f"native:{layer}_mxfp4" if family == "gpt_oss_mxfp4" else f"native:{layer}"
+    assert labels == {"causal_lm": "native:causal_lm", "decoder_stack": "native:decoder_stack", layer: of_layer}
     assert "native" not in "".join(parts.values())
-    runs = native_stack(view_of(view_of(stack.steps["decode"]).layers)).find_runs(())
-    assert runs == RUNS[family]
-    for one, other, least in zip(chained, single, apart, strict=True):
-        assert torch.equal(one, other)
+    assert native_stack(view_of(whole.steps["decode"]).layers).fits
+    for one, two, other, least in zip(chained, middle, single, apart, strict=True):
+        assert torch.equal(one, other) and torch.equal(two, other)
         assert (one - least).abs().max() <= CausalLM.tolerance[torch.bfloat16] * least.abs().max()
