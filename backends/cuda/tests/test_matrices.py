@@ -47,7 +47,7 @@ def layers(format: str):
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
-@pytest.mark.parametrize("format", sorted(FORMATS.keys() - {"mxfp4"}))  # it is dequantized at load, and explain says so
+@pytest.mark.parametrize("format", sorted(FORMATS))
 def test_every_format_is_multiplied_as_it_is_stored(format, capability):
     for op in layers(format):
         served, refused = answers(op, capability)

@@ -48,6 +48,7 @@ def _product(products: Products, rows: int, format: str, act: str) -> None:
 
 
 FORMS = {"fp8_fp8": ("fp8_block", "fp8"), "coded_fp8": ("fp8_block", "here"), "int8_int8": ("int8_row", "int8"),
+         "bf16_mxfp4": ("mxfp4", ""),
          "bf16_fp8": ("fp8_block", ""), "bf16_int8": ("int8_group", ""), "bf16_int4": ("int4_group", ""),
          "fp8_int4": ("int4_group64", "fp8"), "coded_int4": ("int4_group64", "here")}  # fmt: skip
 
@@ -63,6 +64,8 @@ _specimen("fp8_fp8", 1, 64)
 _specimen("coded_fp8", 1)
 _specimen("coded_fp8", 64)
 _specimen("bf16_int4", 1, 64)
+_specimen("bf16_mxfp4", 1, 64)
+_specimen("bf16_mxfp4", 256)
 _specimen("int8_int8", 1, 64)
 _specimen("fp8_int4", 1, 64)
 _specimen("fp8_int4", 256)
@@ -126,9 +129,10 @@ def _clamped(products: Products, rows: int, format: str, *, last: bool = False) 
     )  # fmt: skip
 
 
-PRODUCTS["experts_clamped_few"] = lambda products: _clamped(products, 1, "plain")
-PRODUCTS["experts_clamped_many"] = lambda products: _clamped(products, 256, "plain")
-PRODUCTS["experts_clamped_down"] = lambda products: _clamped(products, 1, "plain", last=True)
+for _format, _name in (("plain", "clamped"), ("mxfp4", "clamped_mxfp4")):
+    PRODUCTS[f"experts_{_name}_few"] = lambda products, f=_format: _clamped(products, 1, f)
+    PRODUCTS[f"experts_{_name}_many"] = lambda products, f=_format: _clamped(products, 256, f)
+    PRODUCTS[f"experts_{_name}_down"] = lambda products, f=_format: _clamped(products, 1, f, last=True)
 
 
 def _experts(pair: str, form: str, rows: int) -> None:

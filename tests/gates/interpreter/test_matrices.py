@@ -26,6 +26,7 @@ from inferplane.ops import (
     encode,
     placeholder,
 )
+from inferplane.ops.formats import MXFP4_VALUES
 from inferplane.ops.op import relative_error
 from inferplane.plugin import HOST, Features, QTensor, Weight
 from inferplane.types.batch import Query, make_batch
@@ -108,8 +109,12 @@ LINEARS = {
     "int4_group64_act": ({"activation_quant": Quantize("fp8", 128), "activation_group": 128}, "linear triton"),
     "int4_group32": ({}, "linear triton"),
     "int4_row": ({}, "linear triton"),
+    "mxfp4": ({}, "linear triton"),
+    "mxfp4_act": ({"activation_quant": Quantize("fp8", 128), "activation_group": 128}, "linear triton"),
 }
 FORMATS = ("fp8_block", "fp8_row", "int8_row", "int8_group", "int4_row", "int4_group", "int4_group64", "int4_group32")
+WEIGHT_ONLY = (*FORMATS, "mxfp4")
+"""Formats beside activations that stay as they are."""
 DEPTH = 328
 """No multiple of 128, of 64 or of 32."""
 
@@ -127,7 +132,8 @@ def test_linear_of_odd_sizes(form, count, outliers, record_property):
 
 
 @pytest.mark.parametrize(
-    "form", ["fp8_block", "fp8_block_act", "int4_group", "int4_group64_coded", "int8_row_act", "int8_row_coded"]
+    "form",
+    ["fp8_block", "fp8_block_act", "int4_group", "int4_group64_coded", "int8_row_act", "int8_row_coded", "mxfp4"],
 )
 @pytest.mark.parametrize("count", [3, 80])
 def test_linear_in_parts_of_its_depth(form, count, record_property):
@@ -196,6 +202,23 @@ def test_int4_beside_fp8_is_multiplied_as_in_16_bits(count):
     assert relative_error(got, want) < 1e-5
 
 
+def test_mxfp4_is_multiplied_exactly_by_every_power():
+    """All entries of e2m1 beside all exponents that leave a float32 finite, and beside the scale that is no number."""
+    from inferplane.kernels.triton.matmul import matmul
+    from inferplane.kernels.triton.matmul_input import make_plain_input
+    from inferplane.kernels.triton.weight_packing import pack
+
+    entries = torch.tensor([*MXFP4_VALUES, *(-v for v in MXFP4_VALUES)], dtype=torch.int8).repeat(252, 6)
+    scale = torch.ldexp(torch.full((252, 3), 0.5), torch.arange(-127, 125)[:, None].expand(-1, 3))
+    scale[200] = torch.nan
+    weight = QTensor(entries, scale, block=(1, 32))
+    x = torch.eye(96)[:64] + torch.eye(96)[32:]
+    got = matmul(make_plain_input(x), pack(weight), PRODUCTS, out_dtype=torch.float32)
+    want = x @ weight.dequantize().nan_to_num(0.0).t()
+    assert got[:, 200].isnan().all() and torch.equal(got[:, :200], want[:, :200])
+    assert torch.equal(got[:, 201:], want[:, 201:]) and want[:, 251].abs().max() > 2.0**124
+
+
 def test_int8_rows_are_summed_up_in_whole_numbers():
     """Sums beyond 2^24, which float32 would round with every part that is added."""
     from inferplane.kernels.triton.matmul import matmul
@@ -219,7 +242,7 @@ CODERS = {"fp8": "triton_fp8", "int4": "triton_fp8", "int8": "triton_int8"}
 @pytest.mark.parametrize("outliers", [False, True], ids=["random", "outliers"])
 @pytest.mark.parametrize("count", [1, 130])
 @pytest.mark.parametrize(
-    "form", [*FORMATS, "fp8_block_coded", "fp8_row_coded", "int4_group64_coded", "int4_row_coded", "int8_row_coded"]
+    "form", [*WEIGHT_ONLY, "fp8_block_coded", "fp8_row_coded", "int4_group64_coded", "int4_row_coded", "int8_row_coded"]
 )
 def test_gated_mlp(form, count, outliers, record_property):
     verify_gated_mlp(form, SiluMul(), count, outliers, record_property)
@@ -241,7 +264,7 @@ def verify_gated_mlp(form: str, act: Any, count: int, outliers: bool, record: An
 
 @pytest.mark.parametrize("outliers", [False, True], ids=["random", "outliers"])
 @pytest.mark.parametrize("count", [1, 130])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", WEIGHT_ONLY)
 def test_output_head(format, count, outliers, record_property):
     def draw(d: Any) -> tuple[Any, ...]:
         batch = make_batch([Query([1] * count, 0, [0], count)], block_tokens=256, device=d.device)
@@ -266,7 +289,7 @@ def chosen(kind: str, tokens: int, experts: int, k: int) -> Any:
     return draw
 
 
-EXPERTS = [*((f, "triton") for f in ("plain", *FORMATS)), *((f, CODERS[f.partition("_")[0]]) for f in FORMATS)]
+EXPERTS = [*((f, "triton") for f in ("plain", *WEIGHT_ONLY)), *((f, CODERS[f.partition("_")[0]]) for f in FORMATS)]
 UNEVEN = [("fp8_block", "triton"), ("int4_group64", "triton"), ("fp8_block", "triton_fp8"),
           ("int4_group64", "triton_fp8"), ("int8_row", "triton"), ("int8_row", "triton_int8")]  # fmt: skip
 ROUTINGS = [
@@ -285,7 +308,7 @@ def test_experts(tokens, kind, format, provider, record_property):
     verify_on_device(KERNELS[f"moe_experts {provider}"], sample, torch.bfloat16, record_property)
 
 
-CLAMPED = ("plain", "int4_group32")
+CLAMPED = ("plain", "int4_group32", "mxfp4")
 MIXTURES = {"plain": ("plain", "plain"), "fp8": ("fp8_block", "fp8_block"), "int4_experts": ("fp8_block", "int4_group"),
             "fp8_rows": ("fp8_row", "fp8_row"), "int4_64_experts": ("fp8_block", "int4_group64"),
             "int4": ("int4_group64", "int4_group64"), "int8": ("int8_row", "int8_row")}  # fmt: skip

@@ -49,7 +49,18 @@ MODELS: dict[str, Callable[[], Runner]] = {
     for name, config in REAL.items()
     for form, (more, scheme) in FORMS.items()
 }
+MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+"""As gpt-oss's checkpoints ask for it."""
 MODELS["gpt-oss-20b, bf16"] = partial(planned, GPT_OSS)
+MODELS["gpt-oss-20b, MXFP4"] = partial(planned, {**GPT_OSS, "quantization_config": MXFP4})
 CODED_MODELS = {name: make for name, make in MODELS.items() if name.endswith("coded")}
 DRAFTING: dict[str, Callable[[], Runner]] = {
     f"DeepSeek-V3 with MTP, {form}": partial(

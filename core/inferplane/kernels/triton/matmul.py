@@ -6,8 +6,9 @@ float32, also where the hardware's own FP8 sums are shorter. int8 with scales pe
 be anything; the host reads nothing but shapes.
 
 The device functions name the sizes so: tiles are BM rows by BN columns, and a loop iteration takes BK columns of K. A
-KIND says how numbers are stored: 0 plain, 1 FP8 as its bits, 2 int8, 3 INT4 two to a byte; A_KIND 4 is plain
-activations that the product quantizes to FP8. GROUP and X_GROUP are the columns that share a scale, 0 for a whole row.
+KIND says how numbers are stored: 0 plain, 1 FP8 as its bits, 2 int8, 3 INT4 and 4 MXFP4 two to a byte; A_KIND 4
+is plain activations that the product quantizes to FP8. GROUP and X_GROUP are the columns that share a scale, 0 for a
+whole row.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ MAX_INT32_COLUMNS = tl.constexpr(131072)
 
 @triton.jit
 def convert_entries(x, KIND: tl.constexpr, dtype: tl.constexpr):
-    """Stored entries `x` as numbers of `dtype`, without their scales, by KIND (0 plain, 1 FP8, 2 int8, 3 INT4). FP8
-    comes out times 2^-8, for which the caller makes up. Of INT4, the low four bits of `x` hold the entry plus 8.
+    """Stored entries `x` as numbers of `dtype`, without their scales, by KIND (0 plain, 1 FP8, 2 int8, 3 INT4, 4
+    MXFP4). FP8 comes out times 2^-8, for which the caller makes up. Of INT4, the low four bits of `x` hold the entry
+    plus 8, of MXFP4 the entry.
     """
     if KIND == 3:
         if dtype == tl.bfloat16:  # 128 + n has the bits of 128 with n in the last places
@@ -44,10 +46,26 @@ def convert_entries(x, KIND: tl.constexpr, dtype: tl.constexpr):
             return ((x.to(tl.int16) & 15) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
         else:
             return (x & 15).to(tl.float32) - 8.0
+    elif KIND == 4:
+        bits = ((x & 8).to(tl.uint16) << 12) | ((x & 7).to(tl.uint16) << 9)
+        return (bits.to(tl.float16, bitcast=True) * 16384.0).to(dtype)  # a float16's exponent is 14 greater
     elif KIND == 0:
         return x.to(dtype)
     else:
         return widen_entries(x, KIND, dtype)
+
+
+@triton.jit
+def scale_entries(x, exponent, dtype: tl.constexpr):
+    """Entries `x` `[K, N]` times 2^(exponent - 127), rounded to `dtype`, of exponents `[N]` in 8 bits without a sign;
+    NaN of 255. Scaled results would be one more tile of float32 in registers.
+    """
+    bits = tl.maximum(exponent.to(tl.int32) << 23, 0x400000)  # 2^-127 has no leading 1
+    scale = tl.where(exponent == 255, float("nan"), bits.to(tl.float32, bitcast=True))
+    if dtype == tl.bfloat16:  # has every such power
+        return x * scale.to(tl.bfloat16)[None, :]
+    else:
+        return (x.to(tl.float32) * scale[None, :]).to(dtype)
 
 
 @triton.jit
@@ -106,7 +124,7 @@ def tile_stepwise(
     """`matmul_tile` of all other forms: each loop iteration's float32 sums are scaled before they are added up."""
     KIND: tl.constexpr = 1 if A_KIND == 4 else A_KIND
     STATIC: tl.constexpr = X_ROW_SCALES == 0
-    HALF: tl.constexpr = BK // 2 if B_KIND == 3 else BK
+    HALF: tl.constexpr = BK // 2 if B_KIND >= 3 else BK
     within = tl.arange(0, HALF)
     acc = tl.zeros([BM, BN], tl.float32)
     source, weight = x + x_row[:, None] * K, w + n.to(tl.int64)[None, :] * W_ROW
@@ -114,15 +132,19 @@ def tile_stepwise(
         static_scale = tl.zeros([BM], tl.float32) + tl.load(x_scale)
     for k in range(first, last, BK):
         column = k + within
-        if B_KIND == 3:
+        if B_KIND >= 3:
             both = tl.load(weight + (k // 2 + within)[:, None], mask=n_inside[None, :], other=0)
             a = tl.load(source + column[None, :], mask=x_inside[:, None] & (column < K)[None, :], other=0.0)
             column += HALF
             c = tl.load(source + column[None, :], mask=x_inside[:, None] & (column < K)[None, :], other=0.0)
-            low, high = convert_entries(both, 3, dtype), convert_entries(both >> 4, 3, dtype)
+            low, high = convert_entries(both, B_KIND, dtype), convert_entries(both >> 4, B_KIND, dtype)
             if ZERO:
                 zero = tl.load(w_zero + n // ROWS * GROUPS + (k // GROUP if GROUP > 0 else 0), mask=n_inside, other=0.0)
                 low, high = low - zero.to(dtype)[None, :], high - zero.to(dtype)[None, :]
+            if B_KIND == 4:
+                exponent = w_scale + n * GROUPS + k // GROUP
+                low = scale_entries(low, tl.load(exponent, mask=n_inside, other=0), dtype)
+                high = scale_entries(high, tl.load(exponent + 1, mask=n_inside & (k + HALF < K), other=0), dtype)
             part = tl.dot(convert_activations(a, A_KIND, STATIC, dtype), low, input_precision="ieee")
             part = tl.dot(convert_activations(c, A_KIND, STATIC, dtype), high, part, input_precision="ieee")
         else:
@@ -144,7 +166,7 @@ def tile_stepwise(
                 part = multiply_tiles(quantized, b, KIND, B_KIND, STATIC, FP8_DOT, dtype) * row_scale[:, None]
             else:
                 part = multiply_tiles(a, b, A_KIND, B_KIND, STATIC, FP8_DOT, dtype)
-        if GROUP > 0:
+        if GROUP > 0 and B_KIND < 4:
             part *= tl.load(w_scale + n // ROWS * GROUPS + k // GROUP, mask=n_inside, other=0.0)[None, :]
         if X_GROUP > 0:
             part *= tl.load(x_scale + x_row * X_ROW_SCALES + k // X_GROUP, mask=x_inside, other=0.0)[:, None]
@@ -226,7 +248,7 @@ def matmul_tile(
 def prefetch_weight_rows(w, n, first, last, W_ROW: tl.constexpr, B_KIND: tl.constexpr, FETCH: tl.constexpr):
     """Prefetch columns `first` to `last` of weight rows `n` into the L2 cache, at most FETCH bytes of each row."""
     row = w + n.to(tl.int64) * W_ROW
-    if B_KIND == 3:
+    if B_KIND >= 3:
         prefetch_l2(row + first // 2, tl.minimum((last - first) // 2, FETCH))
     else:
         prefetch_l2(row + first, tl.minimum((last - first) * (w.dtype.element_ty.primitive_bitwidth // 8), FETCH))
@@ -303,7 +325,7 @@ def tile_constants(x: MatmulInput, weight: PackedWeight, fp8: bool) -> dict[str,
         "K": weight.columns, "W_ROW": weight.data.stride(-2), "A_KIND": x.kind, "B_KIND": weight.kind,
         "X_ROW_SCALES": x.row_scales, "X_GROUP": x.group, "ROWS": weight.rows,
         "GROUPS": 1 if weight.scale is None else weight.scale.shape[-1], "GROUP": weight.group,
-        "ZERO": weight.zero is not None, "FP8_DOT": fp8 and (weight.kind != INT4 or is_multiplied_in_fp8(weight)),
+        "ZERO": weight.zero is not None, "FP8_DOT": fp8 and (weight.kind < INT4 or is_multiplied_in_fp8(weight)),
         "BK": depth,
         "dtype": tl.bfloat16 if x.kind != PLAIN and x.dtype == torch.float32 else DTYPES[x.dtype],
     }  # fmt: skip

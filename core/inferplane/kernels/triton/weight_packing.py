@@ -1,4 +1,4 @@
-"""Weights as the matrix kernels read them: entries in their own width, contiguous rows, scales in float32."""
+"""Weights as the matrix kernels read them: entries in their own width, contiguous rows, scales beside them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from inferplane.errors import KernelError
+from inferplane.ops.formats import FORMATS
 from inferplane.types import Packing, QTensor
 
-PLAIN, FP8, INT8, INT4 = 0, 1, 2, 3
+PLAIN, FP8, INT8, INT4, MXFP4 = 0, 1, 2, 3, 4
 GROUPS = (32, 64, 128)
 """Columns that may share a scale where a row has several."""
 DEPTH = 128
@@ -23,11 +24,12 @@ class PackedWeight:
     """A packed weight `[N, K]`, or a stack of experts' weights `[E, N, K]`.
 
     Args:
-        data: `[..., N, K]`; FP8 as its bits (uint8); of INT4 two entries a byte, offset by 8: byte j of a span of
-            `depth` columns holds columns j (low) and `depth / 2 + j`.
-        scale: float32 `[..., ceil(N / rows), groups]`, or None for plain weights.
+        data: `[..., N, K]`; FP8 as its bits (uint8); of INT4, offset by 8, and of MXFP4, as its bits, two entries a
+            byte: byte j of a span of `depth` columns holds columns j (low) and `depth / 2 + j`.
+        scale: float32 `[..., ceil(N / rows), groups]`; of MXFP4 uint8, exponents plus 127, 255 for NaN; None for plain
+            weights.
         zero: as `scale`, or None.
-        kind: PLAIN, FP8, INT8 or INT4.
+        kind: PLAIN, FP8, INT8, INT4 or MXFP4.
         rows: rows that share a scale.
         group: columns that share a scale, 0 for the whole row.
         columns: K.
@@ -50,8 +52,10 @@ class PackedWeight:
 
     @property
     def depth(self) -> int:
-        """Columns per loop iteration of a product: those that share a scale, or `DEPTH` where whole rows do."""
-        return self.group or DEPTH
+        """Columns per loop iteration of a product: those that share a scale, of MXFP4 two such groups, one in each half
+        of the bytes; `DEPTH` where whole rows share one.
+        """
+        return 2 * self.group if self.kind == MXFP4 else self.group or DEPTH
 
     @property
     def static_scale(self) -> torch.Tensor | None:
@@ -79,9 +83,12 @@ def pack(weight: torch.Tensor | QTensor) -> PackedWeight:
         raise KernelError(
             f"Groups of {group} columns.", there_is=f"groups of {', '.join(map(str, GROUPS))}, whole rows"
         )
+    if (weight.data.dtype, weight.bits, weight.block) == FORMATS["mxfp4"]:
+        packed = _pack_halves(_find_mxfp4_bits(weight.data), 2 * group)
+        return PackedWeight(packed, _find_exponents(weight.scale), None, MXFP4, rows, group, columns, weight.act_scale)
     zero = None if weight.zero is None else weight.zero.float().contiguous()
     if weight.bits == 4:
-        data, kind = _pack_int4(weight.data, group or DEPTH), INT4
+        data, kind = _pack_halves(weight.data.add(8).view(torch.uint8), group or DEPTH, 8), INT4
     elif weight.data.dtype == torch.int8:
         data, kind = weight.data.contiguous(), INT8
     else:
@@ -89,12 +96,29 @@ def pack(weight: torch.Tensor | QTensor) -> PackedWeight:
     return PackedWeight(data, weight.scale.float().contiguous(), zero, kind, rows, group, columns, weight.act_scale)
 
 
-def _pack_int4(data: torch.Tensor, span: int) -> torch.Tensor:
-    """INT4 entries plus 8, two per byte: byte j of every `span` columns holds columns j (low) and `span / 2 + j`."""
-    spans = math.ceil(data.shape[-1] / span)
-    offset = F.pad(data, (0, spans * span - data.shape[-1])).add(8).view(torch.uint8)
-    low, high = offset.unflatten(-1, (spans, 2, span // 2)).unbind(-2)
+def _pack_halves(entries: torch.Tensor, span: int, padding: int = 0) -> torch.Tensor:
+    """Entries of 4 bits (uint8), two per byte: byte j of every `span` columns holds columns j (low) and `span / 2 + j`.
+    The last span is filled up with `padding`.
+    """
+    spans = math.ceil(entries.shape[-1] / span)
+    whole = F.pad(entries, (0, spans * span - entries.shape[-1]), value=padding)
+    low, high = whole.unflatten(-1, (spans, 2, span // 2)).unbind(-2)
     return (low | (high << 4)).flatten(-2).contiguous()
+
+
+def _find_mxfp4_bits(data: torch.Tensor) -> torch.Tensor:
+    """Bits (e2m1 with a sign) of canonical entries, which are twice the values of `MXFP4_VALUES`; uint8."""
+    size = data.abs()
+    code = size - sum((size > step).to(torch.int8) * by for step, by in ((4, 1), (6, 1), (8, 3)))
+    return code.view(torch.uint8) | ((data < 0).to(torch.uint8) << 3)
+
+
+def _find_exponents(scale: torch.Tensor) -> torch.Tensor:
+    """Exponents plus 127 of the powers of two that are twice `scale`, since entries are half the canonical ones; uint8,
+    255 for NaN.
+    """
+    exponent = torch.frexp(scale.float())[1] + 127  # a power of two is half of 2^exponent
+    return torch.where(scale.isnan(), 255, exponent).to(torch.uint8).contiguous()
 
 
 PACKING = Packing("triton.packed", pack, dense=True)
