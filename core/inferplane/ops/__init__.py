@@ -5,9 +5,10 @@ from inferplane.ops.basic import AddRMSNorm, Embedding, RMSNorm, Rope
 from inferplane.ops.clamped_experts import ClampedExperts, clamp_gate
 from inferplane.ops.collective import AllGather, AllReduce
 from inferplane.ops.draw import Draw
+from inferplane.ops.eagle import EagleLayer
 from inferplane.ops.formats import FORMATS, dequantize_rows, encode
 from inferplane.ops.forms.activation import Activation, ActivationMul
-from inferplane.ops.forms.layers import ParallelLayer, ResidualLayer
+from inferplane.ops.forms.layers import BlockLayer, ParallelLayer, ResidualLayer
 from inferplane.ops.forms.mlp import MLP
 from inferplane.ops.forms.norms import AddNorm, LayerNorm, WidthRMSNorm
 from inferplane.ops.forms.rotation import PartialRope, PrepareAttention
@@ -15,7 +16,7 @@ from inferplane.ops.forms.scaled import ScaledEmbedding, ScaledHead
 from inferplane.ops.kv_write import KVWrite
 from inferplane.ops.linear import GatedMLP, Linear, LMHead, SiluMul
 from inferplane.ops.mla import MLAAbsorbed, MLABlock, MLADims, MLAExpanded, MLAKVWrite, MLANormRopeWrite
-from inferplane.ops.model import CausalLM, DecoderLayer, DecoderStack, EagleLayer, MTPLayer
+from inferplane.ops.model import CausalLM, DecoderLayer, DecoderStack, MTPLayer
 from inferplane.ops.moe import MoE, MoEExperts, MoERoute
 from inferplane.ops.op import EXTENSIONS, OPS, Comparison, Cost, Op, Sample, Workload, extension, placeholder, values
 from inferplane.ops.quantize import Quantize
@@ -39,6 +40,7 @@ __all__ = [
     "AllGather",
     "AllReduce",
     "Attention",
+    "BlockLayer",
     "CausalConv1d",
     "CausalLM",
     "ClampedExperts",

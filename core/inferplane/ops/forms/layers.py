@@ -20,6 +20,7 @@ from inferplane.ops.mla import MLABlock
 from inferplane.ops.moe import MoE
 from inferplane.ops.op import BLOCK, Op, Sample, placeholder
 from inferplane.ops.recurrent.block import RecurrentBlock
+from inferplane.ops.recurrent.ragged import draw_batch
 from inferplane.types import Batch
 
 NormBefore = AddRMSNorm | AddNorm
@@ -138,6 +139,54 @@ class ParallelLayer(Op, name="parallel_layer", extension=True):
             op = ParallelLayer(norm, block.op, GatedMLP.samples()[0].op)  # type: ignore[arg-type]
             out.append(Sample(like, op, _with_residual(block, first=False), block.step_kind))
         return out
+
+
+class BlockLayer(Op, name="block_layer", extension=True):
+    """A layer of one block: `h, r = norm(x, residual); return block(h), r`.
+
+    Args of the call:
+        x: `[T, D]`. residual: `[T, D]` or None in the first layer. batch: the step.
+        kv: the layer's cache, changed; None where it has none.
+
+    Returns:
+        x and residual, each `[T, D]`.
+
+    Fields: `mixes` whether the block mixes tokens, so that it reads the step and the cache: `block(h, batch, kv)`.
+
+    Source: Nemotron-H, arXiv 2504.03624.
+    """
+
+    tolerance = BLOCK
+
+    norm: NormBefore
+    block: Attention | FeedForward
+    mixes: bool
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        h, residual = self.norm(x, residual)
+        return self.block(h, batch, kv) if self.mixes else self.block(h), residual  # type: ignore[call-arg]
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """A recurrence and an MLP in a step that decodes, the first layer, attention in a mixed step."""
+        attention = next(s for s in GQABlock.samples() if s.label == "mixed")
+        recurrence = next(s for s in RecurrentBlock.samples() if s.label == "mamba2_mixer_bias_decode")
+        rows = MLP.samples()[0]
+        rows = replace(rows, inputs=lambda d: (d.normal(4, 64), draw_batch(d, [(1, 9), (3, 70)]), None))
+        width = recurrence.op.mixer.width  # type: ignore[attr-defined]
+
+        def layer(block: Any, width: int, *, mixes: bool = True) -> BlockLayer:
+            return BlockLayer(AddRMSNorm(RMSNorm(placeholder(width), 1e-6)), block, mixes)
+
+        mlp = layer(rows.op, 64, mixes=False)
+        return [
+            Sample("recurrence", layer(recurrence.op, width), _with_residual(recurrence, first=False), "decode"),
+            Sample("mlp", mlp, _with_residual(rows, first=False), "decode"),
+            Sample("mlp_first", mlp, _with_residual(rows, first=True), "decode"),
+            Sample("mixed", layer(attention.op, 64), _with_residual(attention, first=False), "mixed"),
+        ]
 
 
 def _rms(offset: float = 0.0) -> RMSNorm:

@@ -12,6 +12,7 @@ from inferplane.ops import (
     ActivationMul,
     AddNorm,
     AddRMSNorm,
+    BlockLayer,
     DecoderLayer,
     Draw,
     Embedding,
@@ -168,6 +169,17 @@ def test_blocks_side_by_side():
     x, residual = torch.randn(3, 8), torch.randn(3, 8)
     out, rest = ParallelLayer.__call__(view, x, residual, None, None)
     near(out + rest, (x + residual) + 5 * NORM(x + residual))
+
+
+@pytest.mark.parametrize("residual", [torch.randn(3, 8), None])
+@pytest.mark.parametrize("mixes", [True, False])
+def test_a_layer_of_one_block(mixes, residual):
+    view = Blocks(norm=add(NORM), block=Blocks.attn if mixes else Blocks.mlp, mixes=mixes)
+    x = torch.randn(3, 8)
+    out, rest = BlockLayer.__call__(view, x, residual, None, None)
+    h = x if residual is None else x + residual
+    near(rest, h)
+    near(out, (2 if mixes else 3) * NORM(h))
 
 
 def test_kernels_of_known_layers_do_not_take_them():
