@@ -17,6 +17,9 @@ DELTA: dict[str, Any] = {
 """Sizes of delta nets. With a small epsilon their norms scale results near 0 up to mere rounding: transformers' float32
 then differs by 6e-5 from its own float64."""
 
+MAMBA: dict[str, Any] = {"rms_norm_eps": 0.01, "mamba_n_heads": 4, "mamba_d_state": 24, "mamba_n_groups": 2}
+"""Sizes of Mamba-2, with the same epsilon."""
+
 RECURRENT: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
     "lfm2": (
         "Lfm2Config",
@@ -120,6 +123,68 @@ RECURRENT: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
                 "num_experts_per_tok": 1,
                 "linear_num_value_heads": 2,
                 "linear_value_head_dim": 16,
+                "vocab_size": 101,
+            },
+        },
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **MAMBA,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "intermediate_size": 40,
+            "shared_intermediate_size": 56,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.2,
+        },
+        {
+            "experts": {},
+            "dense": {
+                "num_local_experts": 0,
+                "num_hidden_layers": 4,
+                "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+                "position_embedding_type": "rope",
+                "mamba_n_groups": 3,
+                "mamba_n_heads": 6,
+                "mamba_expand": 3,
+                "mamba_d_conv": 3,
+                "mamba_conv_bias": False,
+                "mamba_proj_bias": True,
+                "time_step_limit": (0.1, 0.9),
+                "attention_bias": True,
+                "num_key_value_heads": 1,
+                "tie_word_embeddings": True,
+                "vocab_size": 101,
+            },
+        },
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            "num_hidden_layers": ...,
+            "head_dim": 24,
+            "layer_norm_epsilon": 0.01,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 24,
+            "n_groups": 2,
+        },
+        {
+            "mixed": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"]},
+            "odd": {
+                "layers_block_type": ["mlp", "linear_attention", "linear_attention", "full_attention"],
+                "head_dim": 10,
+                "num_key_value_heads": 1,
+                "n_groups": 3,
+                "conv_kernel": 2,
+                "use_conv_bias": False,
+                "use_bias": True,
+                "mlp_bias": True,
+                "intermediate_size": 37,
                 "vocab_size": 101,
             },
         },

@@ -188,6 +188,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
         "shared_expert_intermediate_size": 64,
     },
+    "granitemoehybrid": {
+        **_SMALL,
+        **_EIGHT,
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "layer_types": ["mamba", "attention"],
+        "attention_multiplier": 0.09,
+        "shared_intermediate_size": 64,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 64,
+    },
+    "nemotron_h": {
+        **_SMALL,
+        "architectures": ["NemotronHForCausalLM"],
+        "layers_block_type": ["mamba", "attention", "mlp"],
+        "hidden_act": "relu2",
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 64,
+    },
     "deepseek_v2": {**_LATENT, "architectures": ["DeepseekV2ForCausalLM"], "topk_method": "greedy"},
     "deepseek_v3": V3,
     **{family: {**_SMALL, **entries} for family, entries in DENSE.items()},
@@ -197,11 +216,11 @@ LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 EXPERTS = (
     *("qwen3_moe", "mixtral", "qwen2_moe", "dots1", "ernie4_5_moe", "glm4_moe_lite", "glm4_moe", "solar_open"),
     *("minimax_m2", "olmoe", "flex_olmo", "hunyuan_v1_moe", "granitemoe", "granitemoeshared", "gpt_oss"),
-    *("deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_5_moe"),
+    *("deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_5_moe", "granitemoehybrid"),
 )
 COMPOSED_ATTENTION = ("gpt_oss", "gemma2")
 """Families with sinks or a soft cap, which no backend's own kernels compute: core composes their attention."""
-RECURRENT = ("lfm2", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+RECURRENT = ("lfm2", "qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "nemotron_h")
 """Families with recurrent layers, which take no drafts."""
 OWN_ATTENTION = tuple(family for family in FAMILIES if family not in (*COMPOSED_ATTENTION, *RECURRENT))
 """Families that the engine serves with drafts on a backend's own kernels."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from inferplane.models.build import Build
-from inferplane.models.parts import LayerForm, decoder_model, dense_mlp, grouped_query_attention
+from inferplane.models.parts import LAYERS, LayerForm, decoder_model, dense_mlp, grouped_query_attention
 from inferplane.models.registry import architecture
-from inferplane.ops import CausalLM, GatedMLP, MoE
+from inferplane.ops import CausalLM, GatedMLP, MoE, RecurrentBlock
 
 DEFAULTS = {
     "max_position_embeddings": 2048,
@@ -38,14 +39,28 @@ def granite(build: Build) -> CausalLM:
     return granite_model(build, dense_mlp(build, bias=build.config.flag("mlp_bias")))
 
 
-def granite_model(build: Build, mlp: Callable[[int, str], GatedMLP | MoE]) -> CausalLM:
-    """Build the model around the layers' MLPs, from a function of a layer's number and its MLP's name."""
+def granite_model(
+    build: Build,
+    mlp: Callable[[int, str], GatedMLP | MoE],
+    recurrences: Mapping[int, RecurrentBlock] = MappingProxyType({}),
+    *,
+    rotates: bool = True,
+) -> CausalLM:
+    """Build the model around the layers' MLPs.
+
+    Args:
+        build: as of a family.
+        mlp: builds a layer's MLP from the layer's number and the MLP's name.
+        recurrences: the blocks of layers that do not attend, by the layer's number.
+        rotates: whether q and k are rotated.
+    """
     config = build.config
-    bias = config.flag("attention_bias")
-    attention = grouped_query_attention(build, bias=bias, out_bias=bias, scale=config.number("attention_multiplier"))
+    bias, scale = config.flag("attention_bias"), config.number("attention_multiplier")
+    ropes = () if rotates else [None] * config.size(LAYERS)
+    attention = grouped_query_attention(build, bias=bias, out_bias=bias, scale=scale, ropes=ropes)
     return decoder_model(
         build,
-        attention,
+        lambda i, name: recurrences[i] if i in recurrences else attention(i, name),
         mlp,
         LayerForm(factor=config.number("residual_multiplier")),
         embed_factor=config.number("embedding_multiplier"),

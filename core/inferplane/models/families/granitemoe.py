@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from inferplane.models.build import Build
 from inferplane.models.families.granite import DEFAULTS, granite_model
 from inferplane.models.parts import SharedExperts, experts_per_token, mixture_of_experts
@@ -33,6 +35,11 @@ def granite_moe(build: Build) -> CausalLM:
 
     Source: Granite 3.0 technical report (IBM, 2024).
     """
+    return granite_model(build, granite_experts(build))
+
+
+def granite_experts(build: Build) -> Callable[[int, str], MoE]:
+    """Return a function that builds a layer's experts, from the layer's number and the MLP's name."""
     config, count = build.config, "num_local_experts"
     route = MoERoute(None, experts_per_token(config, count), "softmax")
     build.ignore(f"model.layers.*.{BLOCK}.shared_mlp.gate_up_proj.weight")  # its parts are read
@@ -44,4 +51,4 @@ def granite_moe(build: Build) -> CausalLM:
             build, name, route, count=count, inner="intermediate_size", router="router.layer", shared=shared
         )
 
-    return granite_model(build, mlp)
+    return mlp

@@ -30,7 +30,7 @@ from inferplane.models.parts.layers import (
     norm_output_quant,
     plain_mlp,
 )
-from inferplane.models.parts.recurrent import gated_delta_net, mamba2, short_convolution
+from inferplane.models.parts.recurrent import gated_delta_net, mamba2, mamba2_of_config, short_convolution
 from inferplane.models.parts.rotation import Rotation, head_size, rotate_all, rotate_some, rotation
 
 __all__ = [
@@ -56,6 +56,7 @@ __all__ = [
     "layer_kinds",
     "layer_windows",
     "mamba2",
+    "mamba2_of_config",
     "mixture_of_experts",
     "needs_stored_parts",
     "norm_output_quant",

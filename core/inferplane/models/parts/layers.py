@@ -57,7 +57,7 @@ PRE_NORM = LayerForm()
 
 
 def decoder_layer(build: Build, i: int, attn: Any, mlp: Any, form: LayerForm = PRE_NORM) -> Any:
-    """Build decoder layer `i` from its attention and its MLP."""
+    """Build decoder layer `i` from its attention and its MLP, one of which may be None. Such a layer has one norm."""
     name, width = f"model.layers.{i}", build.config.size("hidden_size")
 
     def before(part: str | None, *blocks: Any) -> ops.AddRMSNorm | ops.AddNorm | None:
@@ -72,6 +72,9 @@ def decoder_layer(build: Build, i: int, attn: Any, mlp: Any, form: LayerForm = P
     def after(part: str | None) -> Any:
         return None if part is None else form.norm(build, f"{name}.{part}", width)
 
+    if attn is None or mlp is None:
+        block = attn or mlp
+        return ops.BlockLayer(before(form.before[0], block), block, mlp is None)  # type: ignore[arg-type]
     if form.parallel:
         return ops.ParallelLayer(before(form.before[0], attn, mlp), attn, mlp)  # type: ignore[arg-type]
     first, second = before(form.before[0], attn), before(form.before[1], mlp)
@@ -121,7 +124,8 @@ def decoder_model(
 
     Args:
         build: config, placement and weight formats.
-        attn: builds a layer's attention from the layer's number and the attention's name in the checkpoint.
+        attn: builds a layer's attention from the layer's number and the attention's name in the checkpoint; None for a
+            layer without.
         mlp: the same for the layer's MLP.
         form: how a layer is put together.
         embed_factor: on the embedding. logit_factor: on the logits.

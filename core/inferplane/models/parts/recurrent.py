@@ -5,13 +5,16 @@ Names of weights are those of Hugging Face checkpoints, in which these families 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from inferplane import ops
 from inferplane.errors import CheckpointError, UnsupportedModelError
 from inferplane.models.build import Build
+from inferplane.models.reading.config import Config
 from inferplane.types import Weight
 
 
@@ -110,6 +113,56 @@ def mamba2(
         return ops.RecurrentBlock.around(mixer)
 
     return block
+
+
+def mamba2_of_config(build: Build, inner: int | None = None) -> dict[str, Any]:
+    """The arguments of `mamba2` in a config with Bamba's entries, `mamba_n_heads` and so on.
+
+    Args:
+        build: its config gives them.
+        inner: entries of all heads; None: `mamba_expand` times the hidden size.
+
+    Raises:
+        CheckpointError: the config lacks an entry or contradicts itself.
+    """
+    config = build.config
+    heads = config.size("mamba_n_heads")
+    inner = int(config.number("mamba_expand") * config.size("hidden_size")) if inner is None else inner
+    dim = inner // heads if config.get("mamba_d_head") in (None, "auto") else config.size("mamba_d_head")
+    if dim * heads != inner:
+        raise CheckpointError(
+            f"{config.name}: mamba_n_heads = {heads} of {dim} entries are not the {inner} of the layer.",
+            remedy="correct the entries, or fetch the file again",
+        )
+    return {
+        "heads": (config.size("mamba_n_groups"), heads),
+        "dims": (dim, config.size("mamba_d_state")),
+        "kernel": config.size("mamba_d_conv"),
+        "conv_bias": config.flag("mamba_conv_bias"),
+        "bias": config.flag("mamba_proj_bias"),
+        "eps": config.number("rms_norm_eps"),
+        "dt_limits": _step_limits(config),
+    }
+
+
+def _step_limits(config: Config) -> tuple[float, float]:
+    """The least and the largest time step."""
+    limits = config.get("time_step_limit")
+    if limits is None:
+        return 0.0, math.inf
+    steps = [_read_step(limit) for limit in limits] if isinstance(limits, (list, tuple)) else []
+    if len(steps) != 2 or None in steps:
+        raise CheckpointError(
+            f"{config.name}: time_step_limit is {limits!r}, not two numbers from 0.", remedy="fetch the file again"
+        )
+    return steps[0], steps[1]  # type: ignore[return-value]
+
+
+def _read_step(limit: Any) -> float | None:
+    """A number from 0, which may be infinite as transformers writes it; None for anything else."""
+    if limit == {"__float__": "Infinity"}:
+        return math.inf
+    return float(limit) if isinstance(limit, (int, float)) and not isinstance(limit, bool) and limit >= 0 else None
 
 
 def short_convolution(build: Build) -> Callable[[int, str], ops.RecurrentBlock]:

@@ -29,6 +29,9 @@ _CONVOLUTION = re.compile(r".*\.conv(?:1d)?\.weight")
 _GRANITE = re.compile(r"(.*\.)(block_sparse_moe|shared_mlp)\.(input|output)_linear\.weight")
 _GRANITE_PARTS = {"input": "gate_up_proj", "output": "down_proj"}
 
+_BACKBONE = re.compile(r"backbone\.(?:(embeddings|norm_f)\.)?")
+_BACKBONE_PARTS = {"embeddings": "embed_tokens.", "norm_f": "norm.", None: ""}
+
 ROUNDING = 2**-8, 2**-24
 """Relative and absolute difference of frequencies that were stored in 16 bits."""
 
@@ -37,6 +40,7 @@ def canonical_names(entries: Mapping[str, Entry], config: Config) -> dict[str, E
     """Return the tensors of a checkpoint under the names that families read.
 
     - Mistral's own names (`mistral_format`) are replaced.
+    - Names of Mamba's models, below `backbone.`, are replaced.
     - The layers are below `model.`, also where only the model without its head was saved, or inside a wrapper.
     - Experts of a layer that are fused to one tensor, as transformers 5 keeps them (`experts.gate_up_proj`
       `[E, 2 I, H]`, `experts.down_proj` `[E, H, I]`), are single tensors; nothing is read for that. So are those that
@@ -60,6 +64,7 @@ def canonical_names(entries: Mapping[str, Entry], config: Config) -> dict[str, E
     found: dict[str, Entry] = {}
     if spelling is not None and spelling.stacks_experts:
         entries = split_stacks(entries)
+    entries = {_BACKBONE.sub(_rename_backbone, name, count=1): entry for name, entry in entries.items()}
     rename = _without_wrapper(entries)
     for stored, entry in entries.items():
         name = _GRANITE.sub(_rename_granite, rename(stored))
@@ -100,6 +105,11 @@ def _rename(name: str, prefix: str) -> str:
     if name.startswith(f"{outer}lm_head."):
         return name.removeprefix(outer)
     return MODEL + name.removeprefix(prefix) if name.startswith(prefix) else name.removeprefix(outer)
+
+
+def _rename_backbone(found: re.Match[str]) -> str:
+    """The beginning of a name below `backbone.` in the form of other families; a name that has it inside as it is."""
+    return MODEL + _BACKBONE_PARTS[found[1]] if found.start() == 0 else found[0]
 
 
 def _rename_granite(found: re.Match[str]) -> str:

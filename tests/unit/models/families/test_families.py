@@ -150,6 +150,18 @@ QWEN3_NEXT = {
     **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128},
     **{"linear_value_head_dim": 128, "architectures": ["Qwen3NextForCausalLM"]},
 }
+NEMOTRON_NANO_9B_V2 = {
+    **llama(56, 4480, 15680, 40, 131072, num_key_value_heads=8, head_dim=128, hidden_act="relu2"),
+    **{"mamba_num_heads": 128, "mamba_head_dim": 80, "ssm_state_size": 128, "n_groups": 8},
+    "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    "architectures": ["NemotronHForCausalLM"],
+}
+GRANITE_4_H_TINY = {
+    **llama(40, 1536, 512, 12, 100352, num_key_value_heads=4, tie_word_embeddings=True, num_local_experts=64),
+    **{"num_experts_per_tok": 6, "shared_intermediate_size": 1024, "mamba_n_heads": 48, "mamba_d_state": 128},
+    "layer_types": ["attention" if i % 10 == 5 else "mamba" for i in range(40)],
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+}
 MISTRAL = {**llama(32, 4096, 14336, 32, 32000), "architectures": ["MistralForCausalLM"], "sliding_window": 4096}
 
 
@@ -176,6 +188,8 @@ MISTRAL = {**llama(32, 4096, 14336, 32, 32000), "architectures": ["MistralForCau
         (DOTS1, 142_774_381_696),  # dots.llm1
         (GPT_OSS, 20_914_757_184),  # 20b
         (LFM2_1_2B, 1_170_340_608),
+        (NEMOTRON_NANO_9B_V2, 8_888_227_328),
+        (GRANITE_4_H_TINY, 6_939_037_248),
         (QWEN3_NEXT, 79_674_391_296),  # 80B-A3B: 81,324,862,720 with its layer for multi-token prediction
         (
             mixture("Olmoe", 16, 2048, 1024, 16, 50304, num_key_value_heads=16, num_experts=64),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
 from inferplane.errors import CheckpointError, UnsupportedModelError
 from inferplane.models import Build, Config, build
-from inferplane.ops import GQABlock, RecurrentBlock
+from inferplane.models.reading.normalize import SPELLINGS
+from inferplane.ops import MLP, BlockLayer, GQABlock, RecurrentBlock
 from inferplane.types import Placement
 from tests.families.cases import CASES, config_of
 from tests.families.recurrent import RECURRENT
@@ -17,15 +19,16 @@ from tests.families.recurrent import RECURRENT
 def config(family: str, **changes: Any) -> Config:
     """The family's first config as transformers writes it, with changes; those of `...` are left out."""
     theirs = config_of(family, next(iter(CASES[family]))).to_dict()
-    names = {"qwen3_5_text": "Qwen3_5", "qwen3_5_moe_text": "Qwen3_5Moe", "qwen3_next": "Qwen3Next", "lfm2": "Lfm2"}
-    entries = {**theirs, "architectures": [f"{names[theirs['model_type']]}ForCausalLM"], **changes}
+    names = [name for name, spelling in SPELLINGS.items() if spelling.model_type == theirs["model_type"]]
+    entries = {**theirs, "architectures": names, **changes}
     return Config({key: value for key, value in entries.items() if value is not ...})
 
 
 def kinds(family: str, **changes: Any) -> str:
-    """A letter for each layer's block: a for attention, r for a recurrent one."""
-    letters = {GQABlock: "a", RecurrentBlock: "r"}
-    return "".join(letters[type(layer.attn)] for layer in build(Build(config(family, **changes))).layers)
+    """A letter for each layer's first block: a for attention, r for a recurrent one, m for an MLP."""
+    letters = {GQABlock: "a", RecurrentBlock: "r", MLP: "m"}
+    layers = build(Build(config(family, **changes))).layers
+    return "".join(letters[type(layer.block if isinstance(layer, BlockLayer) else layer.attn)] for layer in layers)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +37,10 @@ def kinds(family: str, **changes: Any) -> str:
         ("qwen3_next", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ("qwen3_next", {"layer_types": ["sliding_attention"] * 4}, "layer_types = 'sliding_attention'"),
         ("qwen3_5_moe", {"norm_topk_prob": False}, "norm_topk_prob = False"),
+        ("nemotron_h", {"layers_block_type": ["mamba", "moe"]}, "layer_types = 'moe'"),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "hidden_act = 'silu'"),
+        ("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act = 'gelu'"),
+        ("granitemoehybrid", {"layer_types": ["mamba", "conv", "mamba"]}, "layer_types = 'conv'"),
         ("lfm2", {"layer_types": ["conv", "linear_attention", "conv"]}, "layer_types = 'linear_attention'"),
     ],
 )
@@ -49,6 +56,13 @@ def test_what_is_not_implemented_is_refused(family, changes, match):
         ("qwen3_next", {"linear_num_value_heads": 3}, "linear_num_value_heads = 3 cannot be shared equally"),
         ("qwen3_next", {"linear_key_head_dim": ...}, "lacks 'linear_key_head_dim'"),
         ("qwen3_5_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 exceeds num_experts = 8"),
+        ("nemotron_h", {"layers_block_type": ...}, "lacks the kinds of its layers"),
+        ("nemotron_h", {"layers_block_type": ..., "hybrid_override_pattern": ""}, "lacks the kinds of its layers"),
+        ("nemotron_h", {"n_groups": 4}, "heads = 6 cannot be shared equally by groups = 4"),
+        ("granitemoehybrid", {"num_local_experts": ...}, "lacks 'num_local_experts'"),
+        ("granitemoehybrid", {"mamba_d_head": 24}, "mamba_n_heads = 4 of 24 entries are not the 128 of the layer"),
+        ("granitemoehybrid", {"time_step_limit": [0.1]}, "time_step_limit is .*, not two numbers from 0"),
+        ("granitemoehybrid", {"time_step_limit": [-0.1, 1]}, "time_step_limit is .*, not two numbers from 0"),
         ("qwen3_5", {"partial_rotary_factor": 2.0, "rope_parameters": ...}, "partial_rotary_factor is 2.0"),
     ],
 )
@@ -74,3 +88,19 @@ def test_every_fourth_layer_attends_unless_the_config_says_otherwise(family):
 def test_lfm2_names_its_layers_in_two_ways():
     layers = {"layer_types": ..., "num_hidden_layers": 4}
     assert kinds("lfm2", **layers) == "aaaa" and kinds("lfm2", **layers, full_attn_idxs=[1, 3]) == "rara"
+
+
+def test_layers_of_one_block_are_named_in_two_ways():
+    other = {"layers_block_type": ...}
+    assert kinds("nemotron_h") == "rmamr" and kinds("nemotron_h", **other, hybrid_override_pattern="M*-M") == "ramr"
+    assert kinds("nemotron_h", layers_block_type=["attention", "mamba", "mlp"]) == "arm"
+    assert kinds("granitemoehybrid", layer_types=["mamba", "attention", "mamba"]) == kinds("granitemoehybrid") == "rar"
+
+
+def test_steps_may_be_limited():
+    limits = [0.25, {"__float__": "Infinity"}]
+    for stated, found in ((limits, (0.25, math.inf)), (None, (0.0, math.inf)), ([0, 2], (0.0, 2.0))):
+        model = build(Build(config("granitemoehybrid", time_step_limit=stated)))
+        assert model.layers[0].attn.mixer.scan.dt_limits == found
+    (scan,) = {layer.block.mixer.scan.dt_limits for layer in build(Build(config("nemotron_h"))).layers[::4]}
+    assert scan == (0.001, math.inf)
