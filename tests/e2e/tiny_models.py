@@ -215,7 +215,7 @@ def random_model(config: Any, seed: int = 0) -> Any:
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, t in [*model.named_parameters(), *model.named_buffers()]:
-            if name.endswith(("inv_freq", "original_inv_freq", "embed_scale")):
+            if name.endswith(("inv_freq", "original_inv_freq", "embed_scale", "mup_vector")):
                 continue
             noise = torch.randn(t.shape, generator=draw)
             if "norm" in name:

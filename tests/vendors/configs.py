@@ -207,6 +207,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_head_dim": 64,
         "ssm_state_size": 64,
     },
+    "falcon_h1": {
+        **_SMALL,
+        "architectures": ["FalconH1ForCausalLM"],
+        "mamba_d_ssm": 256,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 64,
+        "ssm_multipliers": [0.9, 0.7, 1.4, 0.6, 1.2],
+    },
     "deepseek_v2": {**_LATENT, "architectures": ["DeepseekV2ForCausalLM"], "topk_method": "greedy"},
     "deepseek_v3": V3,
     **{family: {**_SMALL, **entries} for family, entries in DENSE.items()},
@@ -220,7 +228,7 @@ EXPERTS = (
 )
 COMPOSED_ATTENTION = ("gpt_oss", "gemma2")
 """Families with sinks or a soft cap, which no backend's own kernels compute: core composes their attention."""
-RECURRENT = ("lfm2", "qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "nemotron_h")
+RECURRENT = ("lfm2", "qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "falcon_h1")
 """Families with recurrent layers, which take no drafts."""
 OWN_ATTENTION = tuple(family for family in FAMILIES if family not in (*COMPOSED_ATTENTION, *RECURRENT))
 """Families that the engine serves with drafts on a backend's own kernels."""

@@ -8,6 +8,7 @@ from inferplane.ops.draw import Draw
 from inferplane.ops.eagle import EagleLayer
 from inferplane.ops.formats import FORMATS, dequantize_rows, encode
 from inferplane.ops.forms.activation import Activation, ActivationMul
+from inferplane.ops.forms.hybrid import HybridBlock
 from inferplane.ops.forms.layers import BlockLayer, ParallelLayer, ResidualLayer
 from inferplane.ops.forms.mlp import MLP
 from inferplane.ops.forms.norms import AddNorm, LayerNorm, WidthRMSNorm
@@ -24,7 +25,7 @@ from inferplane.ops.recurrent.block import RecurrentBlock
 from inferplane.ops.recurrent.conv import CausalConv1d
 from inferplane.ops.recurrent.delta_rule import DeltaRuleGates, GatedDeltaRule
 from inferplane.ops.recurrent.mixers import GatedDeltaNet, Mamba2Mixer, ShortConv
-from inferplane.ops.recurrent.norm import GatedRMSNorm
+from inferplane.ops.recurrent.norm import GatedRMSNorm, SiluGate
 from inferplane.ops.recurrent.scan import SelectiveScan
 from inferplane.ops.sampling import SampleTokens
 
@@ -57,6 +58,7 @@ __all__ = [
     "GatedDeltaRule",
     "GatedMLP",
     "GatedRMSNorm",
+    "HybridBlock",
     "KVWrite",
     "LMHead",
     "LayerNorm",
@@ -88,6 +90,7 @@ __all__ = [
     "ScaledHead",
     "SelectiveScan",
     "ShortConv",
+    "SiluGate",
     "SiluMul",
     "WidthRMSNorm",
     "Workload",

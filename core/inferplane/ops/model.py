@@ -13,6 +13,7 @@ from inferplane.ops.basic import AddRMSNorm, Embedding, RMSNorm
 from inferplane.ops.collective import AllGather
 from inferplane.ops.draw import Draw
 from inferplane.ops.eagle import EagleLayer
+from inferplane.ops.forms.hybrid import HybridBlock
 from inferplane.ops.forms.layers import (
     BlockLayer,
     NormBefore,
@@ -43,7 +44,7 @@ class DecoderLayer(Op, name="decoder_layer"):
 
     Args of the call:
         x: `[T, D]`. residual: `[T, D]` or None in the first layer. batch: the step. kv: the layer's cache, changed: a
-            `LayerKV`, or a `StateCache` where the block is recurrent.
+            `LayerKV`, a `StateCache` where the block is recurrent, or both as a `HybridCache`.
 
     Returns:
         x and residual, each `[T, D]`.
@@ -54,7 +55,7 @@ class DecoderLayer(Op, name="decoder_layer"):
     tolerance = BLOCK
 
     attn_norm: AddRMSNorm
-    attn: GQABlock | MLABlock | RecurrentBlock
+    attn: GQABlock | MLABlock | RecurrentBlock | HybridBlock
     mlp_norm: AddRMSNorm
     mlp: GatedMLP | MoE
 

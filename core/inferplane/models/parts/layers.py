@@ -84,9 +84,15 @@ def decoder_layer(build: Build, i: int, attn: Any, mlp: Any, form: LayerForm = P
 
 
 def input_weights(
-    block: ops.GQABlock | ops.MLABlock | ops.RecurrentBlock | ops.GatedMLP | ops.MLP | ops.MoE,
+    block: ops.GQABlock | ops.MLABlock | ops.RecurrentBlock | ops.HybridBlock | ops.GatedMLP | ops.MLP | ops.MoE,
 ) -> list[Weight]:
     """The weights that a block multiplies its input by. Routers are left out: their input is never quantized."""
+    if isinstance(block, ops.HybridBlock):
+        return (
+            []
+            if block.attn_factors[0] != 1 or block.recurrence_factors[0] != 1
+            else [*input_weights(block.attn), *input_weights(block.recurrence)]
+        )
     if isinstance(block, ops.RecurrentBlock):
         return [x.weight for x in block.mixer.list_inputs()]
     if isinstance(block, ops.GQABlock):

@@ -61,6 +61,7 @@ _NULLABLE = {
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "head_dim",
+    "mamba_d_ssm",
     "max_position_embeddings",
     "n_group",
     "norm_topk_prob",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.nn.functional as F
 
-from inferplane.ops.op import ROUNDED, Op, Sample
+from inferplane.ops.op import ROUNDED, Op, Sample, extension
 
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
@@ -19,7 +19,7 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class ActivationMul(Op, name="activation_mul", extension=True):
-    """`y = f(gate) * up` with `gate, up = x[..., :I], x[..., I:]`, in float32, rounded once.
+    """`y = f(gate * factors[0]) * up * factors[1]` with `gate, up = x[..., :I], x[..., I:]`, in float32, rounded once.
 
     Its cost is not counted: it is fused into neighbouring ops wherever speed matters.
 
@@ -30,24 +30,31 @@ class ActivationMul(Op, name="activation_mul", extension=True):
         `[T, I]` in the dtype of `x`.
 
     Fields: `function` f: "gelu" (by the error function), "gelu_tanh" (its approximation), "relu2" (`max(x, 0)^2`),
-    "silu".
+    "silu"; `factors`.
 
-    Source: GEGLU, Shazeer, arXiv 2002.05202; GELU, arXiv 1606.08415; squared ReLU, arXiv 2109.08668.
+    Source: GEGLU, Shazeer, arXiv 2002.05202; GELU, arXiv 1606.08415; squared ReLU, arXiv 2109.08668; factors as in
+    Falcon-H1, arXiv 2507.22448.
     """
 
     tolerance = ROUNDED
 
     function: str
+    factors: tuple[float, float] = extension((1.0, 1.0))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = x.float().chunk(2, -1)
-        return (ACTIVATIONS[self.function](gate) * up).to(x.dtype)
+        before, after = self.factors
+        return (ACTIVATIONS[self.function](gate * before) * up * after).to(x.dtype)
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Each function; large values."""
+        """Each function; large values; factors."""
         samples = [Sample(name, ActivationMul(name), lambda d: (d.normal(3, 128),)) for name in ACTIVATIONS]
-        return [*samples, Sample("large", ActivationMul("gelu_tanh"), lambda d: (d.normal(5, 96, scale=40.0),))]
+        return [
+            *samples,
+            Sample("large", ActivationMul("gelu_tanh"), lambda d: (d.normal(5, 96, scale=40.0),)),
+            Sample("factors", ActivationMul("silu", (0.3, 1.7)), lambda d: (d.normal(4, 96),)),
+        ]
 
 
 class Activation(Op, name="activation", extension=True):

@@ -13,6 +13,7 @@ from inferplane.ops.basic import AddRMSNorm, RMSNorm
 from inferplane.ops.clamped_experts import ClampedExperts
 from inferplane.ops.draw import Draw
 from inferplane.ops.forms.activation import ActivationMul
+from inferplane.ops.forms.hybrid import HybridBlock
 from inferplane.ops.forms.mlp import MLP
 from inferplane.ops.forms.norms import AddNorm, LayerNorm, Norm
 from inferplane.ops.linear import GatedMLP
@@ -24,7 +25,7 @@ from inferplane.ops.recurrent.ragged import draw_batch
 from inferplane.types import Batch
 
 NormBefore = AddRMSNorm | AddNorm
-Attention = GQABlock | MLABlock | RecurrentBlock
+Attention = GQABlock | MLABlock | RecurrentBlock | HybridBlock
 FeedForward = GatedMLP | MLP | MoE
 
 

@@ -9,10 +9,10 @@ import torch
 
 from inferplane.ops.draw import Draw, Sequences
 from inferplane.ops.linear import Linear
-from inferplane.ops.op import BLOCK, Op, Sample, placeholder
+from inferplane.ops.op import BLOCK, Op, Sample, extension, placeholder, values
 from inferplane.ops.recurrent.conv import CausalConv1d
 from inferplane.ops.recurrent.delta_rule import DeltaRuleGates, GatedDeltaRule
-from inferplane.ops.recurrent.norm import GatedRMSNorm
+from inferplane.ops.recurrent.norm import GatedRMSNorm, SiluGate
 from inferplane.ops.recurrent.ragged import draw_batch
 from inferplane.ops.recurrent.scan import SelectiveScan
 from inferplane.types import Batch, StateTensor, Weight
@@ -126,7 +126,7 @@ class GatedDeltaNet(Op, name="gated_delta_net"):
 class Mamba2Mixer(Op, name="mamba2_mixer"):
     """Mamba-2: project, convolve x, b and c, scan, norm with a gate, project back.
 
-    `z, x, b, c, dt = split(proj(x)); x, b, c = conv([x | b | c]); return o(norm(scan(x, dt, b, c), z))`.
+    `z, x, b, c, dt = split(proj(x) * factors); x, b, c = conv([x | b | c]); return o(norm(scan(x, dt, b, c), z))`.
 
     Args of the call:
         x: `[T, D]`. batch: the step.
@@ -136,9 +136,10 @@ class Mamba2Mixer(Op, name="mamba2_mixer"):
         y, `[T, D]` in the dtype of `x` (padded rows are undefined), and both states after the step. No argument is
         changed.
 
-    Fields: `proj` linear D -> H P + C + H; `o` linear H P -> D; `heads` (G, H); `dims` (P, N).
+    Fields: `proj` linear D -> H P + C + H; `norm` with a gate, or the gate alone; `o` linear H P -> D; `heads` (G, H);
+    `dims` (P, N); `factors` float32 `[H P + C + H]`, or None for ones.
 
-    Source: Mamba-2, arXiv 2405.21060, section 7.
+    Source: Mamba-2, arXiv 2405.21060, section 7; without a norm, and with factors, as in Falcon-H1, arXiv 2507.22448.
     """
 
     tolerance = BLOCK
@@ -146,17 +147,21 @@ class Mamba2Mixer(Op, name="mamba2_mixer"):
     proj: Linear
     conv: CausalConv1d
     scan: SelectiveScan
-    norm: GatedRMSNorm
+    norm: GatedRMSNorm | SiluGate
     o: Linear
     heads: tuple[int, int]
     dims: tuple[int, int]
+    factors: Weight | None = extension(None)
 
     def __call__(
         self, x: torch.Tensor, batch: Batch, conv_state: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         (groups, heads), (dim, size) = self.heads, self.dims
         inner, channels = heads * dim, heads * dim + 2 * groups * size
-        z, mixed, dt = self.proj(x).split((inner, channels, heads), 1)
+        projected = self.proj(x)
+        if self.factors is not None:
+            projected = (projected.float() * values(self.factors)).to(projected.dtype)  # type: ignore[arg-type]
+        z, mixed, dt = projected.split((inner, channels, heads), 1)
         mixed, conv_state = self.conv(mixed, batch, conv_state)
         h, b, c = mixed.split((inner, groups * size, groups * size), 1)
         b, c = (t.unflatten(1, (groups, size)) for t in (b, c))
@@ -178,21 +183,25 @@ class Mamba2Mixer(Op, name="mamba2_mixer"):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Decode and mixed steps; one group and several; biases."""
+        """Decode and mixed steps; one group and several; biases; factors and a gate without a norm."""
 
-        def sample(label: str, sequences: Sequences, groups: int, *, bias: bool = False) -> Sample:
+        def sample(
+            label: str, sequences: Sequences, groups: int, *, bias: bool = False, plain_gate: bool = False
+        ) -> Sample:
             heads, dim, size = 4, 16, 32
             inner, channels = heads * dim, heads * dim + 2 * groups * size
             f32 = lambda: placeholder(heads, dtype=torch.float32)  # noqa: E731
             at = lambda n: placeholder(n) if bias else None  # noqa: E731
+            norm = lambda n, groups: GatedRMSNorm(placeholder(n), SAMPLE_EPS, groups, gate_first=True)  # noqa: E731
             op = Mamba2Mixer(
                 proj=Linear(placeholder(inner + channels + heads, 48), at(inner + channels + heads)),
                 conv=CausalConv1d(placeholder(channels, 4), at(channels)),
                 scan=SelectiveScan(_slow(heads), f32(), f32(), groups, dim, size),
-                norm=GatedRMSNorm(placeholder(inner), SAMPLE_EPS, groups, gate_first=True),
+                norm=SiluGate() if plain_gate else norm(inner, groups),
                 o=Linear(placeholder(48, inner), at(48)),
                 heads=(groups, heads),
                 dims=(dim, size),
+                factors=placeholder(inner + channels + heads, dtype=torch.float32) if plain_gate else None,
             )
             return _sample(label, op, sequences)
 
@@ -201,6 +210,8 @@ class Mamba2Mixer(Op, name="mamba2_mixer"):
             sample("mixed", MIXED, 2),
             sample("bias_decode", DECODE, 2, bias=True),
             sample("bias_mixed", MIXED, 1, bias=True),
+            sample("gate_decode", DECODE, 1, plain_gate=True),
+            sample("gate_mixed", MIXED, 2, plain_gate=True),
         ]
 
 

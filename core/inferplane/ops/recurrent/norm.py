@@ -1,4 +1,4 @@
-"""RMS norms with a gate."""
+"""RMS norms with a gate, and the gate alone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,32 @@ import torch.nn.functional as F
 
 from inferplane.ops.op import ROUNDED, Cost, Op, Sample, Workload, placeholder, values
 from inferplane.types import Weight
+
+
+class SiluGate(Op, name="silu_gate", extension=True):
+    """`y = x * silu(gate)`, in float32, rounded once. Its cost is not counted, as that of `activation_mul`.
+
+    Args of the call:
+        x: `[..., D]` in the plan's dtype. gate: the same shape. Either may be strided.
+
+    Returns:
+        The shape and dtype of `x`.
+
+    Source: Falcon-H1, arXiv 2507.22448.
+    """
+
+    tolerance = ROUNDED
+
+    def __call__(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return (x.float() * F.silu(gate.float())).to(x.dtype)
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """Rows; strided rows and large gates."""
+        return [
+            Sample("t3_d64", SiluGate(), lambda d: (d.normal(3, 64), d.normal(3, 64))),
+            Sample("strided", SiluGate(), lambda d: (d.normal(3, 80)[:, 16:], d.normal(3, 96, scale=9.0)[:, :64])),
+        ]
 
 
 class GatedRMSNorm(Op, name="gated_rms_norm"):

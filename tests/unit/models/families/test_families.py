@@ -162,6 +162,10 @@ GRANITE_4_H_TINY = {
     "layer_types": ["attention" if i % 10 == 5 else "mamba" for i in range(40)],
     "architectures": ["GraniteMoeHybridForCausalLM"],
 }
+FALCON_H1_0_5B = {
+    **llama(36, 1024, 2048, 8, 32784, num_key_value_heads=2, head_dim=64, mamba_d_ssm=1536, mamba_n_heads=24),
+    **{"mamba_d_state": 128, "mamba_n_groups": 1, "architectures": ["FalconH1ForCausalLM"]},
+}
 MISTRAL = {**llama(32, 4096, 14336, 32, 32000), "architectures": ["MistralForCausalLM"], "sliding_window": 4096}
 
 
@@ -188,6 +192,7 @@ MISTRAL = {**llama(32, 4096, 14336, 32, 32000), "architectures": ["MistralForCau
         (DOTS1, 142_774_381_696),  # dots.llm1
         (GPT_OSS, 20_914_757_184),  # 20b
         (LFM2_1_2B, 1_170_340_608),
+        (FALCON_H1_0_5B, 521_411_104),
         (NEMOTRON_NANO_9B_V2, 8_888_227_328),
         (GRANITE_4_H_TINY, 6_939_037_248),
         (QWEN3_NEXT, 79_674_391_296),  # 80B-A3B: 81,324,862,720 with its layer for multi-token prediction

@@ -18,6 +18,7 @@ from inferplane.ops import (
     Embedding,
     GatedMLP,
     GQABlock,
+    HybridBlock,
     LayerNorm,
     Linear,
     LMHead,
@@ -29,9 +30,11 @@ from inferplane.ops import (
     Rope,
     ScaledEmbedding,
     ScaledHead,
+    SiluGate,
     WidthRMSNorm,
     placeholder,
 )
+from inferplane.types import HybridCache
 from inferplane.types.batch import Query, make_batch
 from tests.unit.support.formulas import rope_table, rotate
 from tests.unit.support.small import F32, LAYOUT, bound, w
@@ -180,6 +183,19 @@ def test_a_layer_of_one_block(mixes, residual):
     h = x if residual is None else x + residual
     near(rest, h)
     near(out, (2 if mixes else 3) * NORM(h))
+
+
+def test_attention_and_a_recurrence_side_by_side():
+    view = Blocks(recurrence=lambda x, batch, states: states * x.sin(), attn_factors=(2.0, 0.5))
+    view.recurrence_factors = 3.0, 0.25
+    x = torch.randn(3, 8)
+    got = HybridBlock.__call__(view, x, None, HybridCache("kv", 7.0))
+    near(got, 2 * (2 * x) * 0.5 + 7 * (3 * x).sin() * 0.25)
+
+
+def test_a_gate_without_a_norm():
+    x, gate = torch.randn(2, 4, 40)
+    near(bound(SiluGate(), {})(x, gate), x * F.silu(gate))
 
 
 def test_kernels_of_known_layers_do_not_take_them():
