@@ -175,8 +175,9 @@ RECURRENT: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
         },
         {
             "mixed": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"]},
+            "no_recurrence": {"layers_block_type": ["full_attention", "mlp", "full_attention"]},
             "odd": {
-                "layers_block_type": ["mlp", "linear_attention", "linear_attention", "full_attention"],
+                "layers_block_type": ["full_attention", "linear_attention", "linear_attention", "mlp"],
                 "head_dim": 10,
                 "num_key_value_heads": 1,
                 "n_groups": 3,

@@ -127,10 +127,10 @@ SEQUENCES = 3
 
 
 def _with_states(model: CausalLM, cache: KVCache, dtype: torch.dtype, device: str) -> KVCache:
-    """The cache with states for `SEQUENCES` sequences, if layers keep any."""
-    if not model.state_requests():
-        return cache
+    """The cache with states for `SEQUENCES` sequences, if layers keep any, or nothing."""
     requests, tables = list_requests(model.layers), cache.list_tables()
+    if all(request.keeps_entries_only for request in requests):
+        return cache
     return replace(cache, by_layer=place_caches(requests, cache.layers, tables, SEQUENCES, dtype, torch.device(device)))
 
 

@@ -144,6 +144,11 @@ class LayerRequests(NamedTuple):
     kv: KVRequest | None
     states: StateRequest | None
 
+    @property
+    def keeps_entries_only(self) -> bool:
+        """Whether it keeps entries of tokens and nothing else, as in a model without recurrent layers."""
+        return self.kv is not None and self.states is None
+
 
 def list_requests(layers: Iterable[Op]) -> list[LayerRequests]:
     """What each of some layers keeps."""

@@ -220,10 +220,10 @@ class Runner(PlannedModel):
             stored = [made.layers[storage] for storage in tables.storage_of]
             layers = [kv if kv.request == r else kv.share(r) for kv, r in zip(stored, self.kv_requests())]
             made = replace(made, layers=tuple(layers), tables=tables.table_of)
-        if not self.model.state_requests():
+        requests, numbers = self.layer_requests(), made.list_tables()
+        if all(request.keeps_entries_only for request in requests):
             return made
         device, num_sequences = torch.device(self.backend.torch_device_indexed), self.options.max_num_seqs
-        requests, numbers = self.layer_requests(), made.list_tables()
         return replace(made, by_layer=place_caches(requests, made.layers, numbers, num_sequences, self.dtype, device))
 
     def _facts(self) -> tuple[object, ...]:
