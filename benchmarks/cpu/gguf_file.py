@@ -1,4 +1,5 @@
-"""A random-weight checkpoint as a GGUF file, for llama.cpp: Q4_0 and Q8_0 in every matrix, the embedding too.
+"""A random-weight checkpoint as a GGUF file, for llama.cpp: Q4_0 and Q8_0 in every matrix, the embedding too; experts
+in MXFP4 as they are stored.
 
     python benchmarks/cpu/gguf_file.py FOLDER FILE bf16|int8|int4      # with a Python that has gguf and torch
 
@@ -23,10 +24,13 @@ TYPES = {
     "int8": gguf.GGMLQuantizationType.Q8_0,
     "int4": gguf.GGMLQuantizationType.Q4_0,
 }
+CLAMPED_EXPERTS = r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj_(blocks|scales|bias)"
 ARCHITECTURES = {
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "llama": gguf.MODEL_ARCH.LLAMA,
     "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
+    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+    "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
 }
 
 
@@ -45,8 +49,15 @@ def sizes(writer, config):
         writer.add_key_length(head)
         writer.add_value_length(head)
         writer.add_rope_dimension_count(head)
+    if config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
+    if "num_local_experts" in config:
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base((config.get("rope_parameters") or config)["rope_theta"])
+    rope = config.get("rope_parameters") or config
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
 
@@ -78,6 +89,35 @@ def stored(folder):
                 yield key, tensors.get_tensor(key)
 
 
+def as_mxfp4(blocks, scales):
+    """Experts' blocks and scales as llama.cpp's: 32 entries are a scale, then entry i beside entry i + 16."""
+    entries = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
+    low, high = entries.split(16, -1)
+    return torch.cat((scales[..., None], low | high << 4), -1).flatten(-2)
+
+
+def as_clamped_experts(tensors):
+    """gpt-oss's experts, of which rows of gate and up alternate, by llama.cpp's names: `(name, bytes)` of MXFP4, and of
+    biases `(name, tensor)`; other tensors as they are."""
+    parts = {}
+    for key, tensor in tensors:
+        if not (
+            found := re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj_(blocks|scales|bias)", key)
+        ):
+            yield key, tensor
+            continue
+        layer, name, kind = found.groups()
+        if kind != "bias":
+            parts.setdefault((layer, name), {})[kind] = tensor
+            if len(parts[layer, name]) < 2:
+                continue
+            tensor = as_mxfp4(**parts.pop((layer, name)))
+        ending = "bias" if kind == "bias" else "weight"
+        each = {"down": tensor} if name == "down" else {"gate": tensor[:, ::2], "up": tensor[:, 1::2]}
+        for part, rows in each.items():
+            yield f"blk.{layer}.ffn_{part}_exps.{ending}", rows.contiguous()
+
+
 def as_stacked(tensors, config):
     """Experts of a layer in one tensor, and the products of latents apart for keys (transposed) and values."""
     parts = {}
@@ -107,9 +147,13 @@ def main():
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
     sizes(writer, config)
-    for key, tensor in as_stacked(stored(folder), config):
-        name = names.get_name(key, (".weight", ".bias"))
-        if tensor.dim() == 1 or key.endswith("mlp.gate.weight"):
+    for key, tensor in as_clamped_experts(as_stacked(stored(folder), config)):
+        name = key if key.startswith("blk.") else names.get_name(key, (".weight", ".bias"))
+        if key.endswith(".sinks"):
+            name = names.get_name(key) + ".weight"
+        if tensor.dtype is torch.uint8:
+            writer.add_tensor(name, tensor.numpy(), raw_dtype=gguf.GGMLQuantizationType.MXFP4)
+        elif tensor.dim() == 1 or key.endswith(("mlp.gate.weight", "mlp.router.weight", "exps.bias")):
             writer.add_tensor(name, tensor.float().numpy())
         elif precision == "bf16":
             writer.add_tensor(name, tensor.contiguous().view(torch.uint8).numpy(), raw_dtype=TYPES["bf16"])

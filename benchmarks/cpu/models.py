@@ -54,14 +54,47 @@ DEEPSEEK_V2_LITE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 """12 of 64 experts, or it takes 31 GB; six and the shared ones are read for a token, as in the whole model."""
+GEMMA_3_1B: dict[str, Any] = {
+    "kind": "Gemma3",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 512,
+    "vocab_size": 262144,
+}
+GPT_OSS_20B: dict[str, Any] = {
+    "kind": "GptOss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 12,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "vocab_size": 201088,
+    "tie_word_embeddings": False,
+}
+"""8 of 24 layers with 12 of 32 experts, or transformers, which dequantizes MXFP4, takes 40 GB; four are read for a
+token, as in the whole model."""
 SHAPES = {
     "qwen3-0.6b": QWEN3_0_6B,
     "llama-3.2-1b": LLAMA_3_2_1B,
     "deepseek-v2-lite": DEEPSEEK_V2_LITE,
+    "gemma-3-1b": GEMMA_3_1B,
+    "gpt-oss-20b": GPT_OSS_20B,
     "small": {**QWEN3_0_6B, "num_hidden_layers": 6, "vocab_size": 32000},
 }
 BITS = {"bf16": 16.0, "int8": 8.125, "int4": 4.5}
 """Bits a weight with its scales: groups of 128 columns for int8, of 32 for int4, scales of 16 bits."""
+MXFP4_BITS = 4.25
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+"""Configs that are not called as the model is."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, shape: str, turns: int | None = None) -> None:
@@ -83,7 +116,8 @@ def checkpoint(args: argparse.Namespace) -> Iterator[Path]:
 
 
 def save(shape: str, folder: Path) -> None:
-    """Write the checkpoint, unless it is there: bfloat16; embedding and head tied, where the sizes say nothing else."""
+    """Write the checkpoint, unless it is there: bfloat16, gpt-oss's experts in MXFP4; embedding and head tied, where
+    the sizes say nothing else."""
     if (folder / "config.json").exists():
         return
     import torch
@@ -92,21 +126,52 @@ def save(shape: str, folder: Path) -> None:
     sizes = {"tie_word_embeddings": True, **SHAPES[shape]}
     kind = sizes.pop("kind")
     ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    config = getattr(transformers, f"{kind}Config")(**sizes, **ids, max_position_embeddings=4096)
+    make = getattr(transformers, CONFIGS.get(kind, f"{kind}Config"))
+    config = make(**sizes, **ids, max_position_embeddings=4096)
+    # Experts of gpt-oss are written by `save_experts`; the model has small ones in their place.
+    drawn = make(**{**sizes, "intermediate_size": 32}, **ids) if kind == "GptOss" else config
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder)
+        getattr(transformers, f"{kind}ForCausalLM")(drawn).save_pretrained(folder, max_shard_size="100GB")
     finally:
         torch.set_default_dtype(before)
+    if kind == "GptOss":
+        save_experts(folder, config)
+
+
+def save_experts(folder: Path, config: Any) -> None:
+    """Put random MXFP4 experts of the config's sizes in the checkpoint, in gpt-oss's own layout."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    tensors = {key: value for key, value in load_file(file).items() if ".experts." not in key}
+    experts, width, inner = config.num_local_experts, config.hidden_size, config.intermediate_size
+    for i in range(config.num_hidden_layers):
+        for name, rows, columns in (("gate_up_proj", 2 * inner, width), ("down_proj", width, inner)):
+            at, groups = f"model.layers.{i}.mlp.experts.{name}", (experts, rows, columns // 32)
+            tensors[f"{at}_blocks"] = torch.randint(0, 256, (*groups, 16), dtype=torch.uint8)
+            tensors[f"{at}_scales"] = torch.randint(118, 122, groups, dtype=torch.uint8)  # entries of about 0.02
+            tensors[f"{at}_bias"] = torch.zeros(experts, rows, dtype=torch.bfloat16)
+    save_file(tensors, file, {"format": "pt"})
+    config.architectures, config.dtype = ["GptOssForCausalLM"], torch.bfloat16
+    plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": plain}
+    config.save_pretrained(folder)
 
 
 def decode_bytes(shape: str, precision: str) -> float:
-    """Weight bytes that one token reads: all linear layers of which it takes part, and the head."""
+    """Weight bytes that one token reads: all linear layers of which it takes part, and the head. Experts of gpt-oss
+    count as they are stored, although transformers reads dequantized ones."""
     s = SHAPES[shape]
     width, layers = s["hidden_size"], s["num_hidden_layers"]
     gated = 3 * width * s["intermediate_size"]
+    stored = 0.0
+    if "num_local_experts" in s:
+        stored = layers * s["num_experts_per_tok"] * gated * MXFP4_BITS / 8
+        gated = s["num_local_experts"] * width  # the router
     if "kv_lora_rank" in s:
         heads, latent, rope = s["num_attention_heads"], s["kv_lora_rank"], s["qk_rope_head_dim"]
         q, v = s["qk_nope_head_dim"], s["v_head_dim"]
@@ -118,4 +183,4 @@ def decode_bytes(shape: str, precision: str) -> float:
     else:
         rows = (2 * s["num_attention_heads"] + 2 * s["num_key_value_heads"]) * s["head_dim"]
         weights = layers * (rows * width + gated)
-    return (weights + s["vocab_size"] * width) * BITS[precision] / 8
+    return (weights + s["vocab_size"] * width) * BITS[precision] / 8 + stored

@@ -62,8 +62,10 @@ def read(source: TensorSource, name: str, shard: Shard) -> QTensor:
     """
     shape = find_shape(source, name)
     packed = read_tensor(source, name + BLOCKS, torch.uint8)
-    signed = torch.tensor([*MXFP4_VALUES, *(-value for value in MXFP4_VALUES)], dtype=torch.int8)
-    data = signed[torch.stack((packed & 15, packed >> 4), -1).int()].view(shape)
+    signed = [*MXFP4_VALUES, *(-value for value in MXFP4_VALUES)]
+    of_byte = torch.tensor([(signed[byte & 15], signed[byte >> 4]) for byte in range(256)], dtype=torch.int8)
+    # Both entries of a byte are looked up at once, as 16 bits: a large model has billions of them.
+    data = of_byte.view(torch.int16).flatten().index_select(0, packed.flatten().int()).view(torch.int8).view(shape)
     stored = read_tensor(source, name + SCALES, torch.uint8)
     scale = torch.ldexp(torch.full(stored.shape, 0.5), stored.int() - BIAS)  # entries are twice the values
     scale = scale.masked_fill(stored == NOT_A_NUMBER, torch.nan)
