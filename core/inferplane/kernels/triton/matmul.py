@@ -57,15 +57,12 @@ def convert_entries(x, KIND: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def scale_entries(x, exponent, dtype: tl.constexpr):
-    """Entries `x` `[K, N]` times 2^(exponent - 127), rounded to `dtype`, of exponents `[N]` in 8 bits without a sign;
-    NaN of 255. Scaled results would be one more tile of float32 in registers.
+    """Entries `x` `[K, N]`, float32, times 2^(exponent - 127), rounded to `dtype`, of exponents `[N]` in 8 bits without
+    a sign; NaN of 255. Scaled results would be one more tile of float32 in registers.
     """
     bits = tl.maximum(exponent.to(tl.int32) << 23, 0x400000)  # 2^-127 has no leading 1
     scale = tl.where(exponent == 255, float("nan"), bits.to(tl.float32, bitcast=True))
-    if dtype == tl.bfloat16:  # has every such power
-        return x * scale.to(tl.bfloat16)[None, :]
-    else:
-        return (x.to(tl.float32) * scale[None, :]).to(dtype)
+    return (x * scale[None, :]).to(dtype)
 
 
 @triton.jit
@@ -137,15 +134,17 @@ def tile_stepwise(
             a = tl.load(source + column[None, :], mask=x_inside[:, None] & (column < K)[None, :], other=0.0)
             column += HALF
             c = tl.load(source + column[None, :], mask=x_inside[:, None] & (column < K)[None, :], other=0.0)
-            low, high = convert_entries(both, B_KIND, dtype), convert_entries(both >> 4, B_KIND, dtype)
+            WIDE: tl.constexpr = tl.float32 if B_KIND == 4 else dtype
+            low, high = convert_entries(both, B_KIND, WIDE), convert_entries(both >> 4, B_KIND, WIDE)
             if ZERO:
                 zero = tl.load(w_zero + n // ROWS * GROUPS + (k // GROUP if GROUP > 0 else 0), mask=n_inside, other=0.0)
                 low, high = low - zero.to(dtype)[None, :], high - zero.to(dtype)[None, :]
             if B_KIND == 4:
                 exponent = w_scale + n * GROUPS + k // GROUP
                 low = scale_entries(low, tl.load(exponent, mask=n_inside, other=0), dtype)
-                high = scale_entries(high, tl.load(exponent + 1, mask=n_inside & (k + HALF < K), other=0), dtype)
             part = tl.dot(convert_activations(a, A_KIND, STATIC, dtype), low, input_precision="ieee")
+            if B_KIND == 4:
+                high = scale_entries(high, tl.load(exponent + 1, mask=n_inside & (k + HALF < K), other=0), dtype)
             part = tl.dot(convert_activations(c, A_KIND, STATIC, dtype), high, part, input_precision="ieee")
         else:
             inside = column < K
