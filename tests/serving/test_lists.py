@@ -6,21 +6,25 @@ everybody, or that grows in memory to many times its size).
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic_core import from_json
 
 from inferplane.dialogue.messages import MessageError, normalize_messages
-from inferplane.serving.bodies import MAX_CONTAINERS, object_bytes, parse_json
+from inferplane.dialogue.template import Template, forms
+from inferplane.serving.bodies import LARGE_BYTES, MAX_CONTAINERS, MAX_KEYS, BodyMemory, object_bytes, parse_json
 from inferplane.serving.errors import ApiError
 from inferplane.serving.grpc import schema, tensors
+from inferplane.serving.grpc.requests import parse_infer_request
 from inferplane.serving.http.chat_wire import ChatRequest
 from inferplane.serving.http.completions import CompletionRequest
 from inferplane.serving.http.embeddings import EmbeddingRequest
@@ -268,6 +272,64 @@ def test_message_is_refused_without_looking_at_all_of_it(message, param):
     assert time.thread_time() - started < 0.5
 
 
+def with_arguments(text: Any) -> list[dict[str, Any]]:
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": text}}
+    return [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+
+
+ARGUMENTS = {
+    "lists": '{"a":[' + "[]," * 600_000 + "[]]}",
+    "numbers": "[" + ",".join(["1.5"] * 500_000) + "]",
+    "keys": "{" + ",".join(f'"k{i}":1' for i in range(100_000)) + "}",
+    "behind a text": '["\\"[,", ' + "[]," * 600_000 + "[]]",
+    "a mapping": {f"k{i}": [] for i in range(100_000)},
+}
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_values_in_the_text_of_arguments_are_counted_before_they_are_parsed(kind):
+    started = time.thread_time()
+    with pytest.raises(MessageError, match="more than 65536 values") as refused:
+        normalize_messages(with_arguments(ARGUMENTS[kind]))
+    assert refused.value.param == "messages[1].tool_calls[0].function.arguments"
+    assert time.thread_time() - started < 0.5
+
+
+def test_values_of_many_calls_count_together():
+    call = with_arguments("[" + "1," * 2000 + "1]")[1]
+    assert normalize_messages([call] * 30)
+    with pytest.raises(MessageError, match=r"up to messages\[32\]"):
+        normalize_messages([call] * 40)
+
+
+def test_what_looks_like_values_in_a_long_text_does_not_count():
+    text = json.dumps({"file": 'a = {"b": [1, 2]},\\\n' * 50_000})
+    assert normalize_messages(with_arguments(text))[1]["tool_calls"][0]["function"]["arguments"] == text
+
+
+def test_arguments_are_parsed_once_for_all_forms_and_long_integers_are_not():
+    digits = "[" + ",".join(["9" * 4200] * 900) + "]"
+    template = Template("{% if m.content is none %}{% endif %}", {})
+    messages = normalize_messages(with_arguments(digits))
+    started = time.thread_time()
+    found = list(forms(template, messages))
+    assert len(found) == 6
+    assert found[0][1]["tool_calls"][0]["function"]["arguments"] == digits  # as text
+    assert time.thread_time() - started < 0.5
+    [data, *_] = forms(template, normalize_messages(with_arguments('{"a": 12345678901234567890}')))
+    assert data[1]["tool_calls"][0]["function"]["arguments"] == {"a": 12345678901234567890}
+
+
+def test_too_many_keys_are_not_built():
+    body = json.dumps({f"k{i}": 1 for i in range(MAX_KEYS + 1)})
+    for text in (body, body.encode()):
+        with pytest.raises(ApiError, match="keys; at most") as refused:
+            parse_json(text)
+        assert refused.value.code == "too_many"
+    fits = {**{f"k{i}": 1 for i in range(MAX_KEYS - 1)}, "text": ":" * MAX_KEYS}
+    assert parse_json(json.dumps(fits)) == fits
+
+
 def test_long_names_are_not_kept():
     before = _nearest.cache_info().currsize
     for i in range(20):
@@ -317,6 +379,40 @@ def test_tensors_of_the_right_length_are_read():
         raw=[bytes([1, *[0] * 7]) * 3, b"\2\0\0\0ab"],
     )
     assert tensors.read(request, {"input_ids": 3}) == {"input_ids": [1, 1, 1], "text_input": [b"ab"]}
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({"max_tokens": 2, "json_schema": json.dumps({"enum": [[]] * 500_000})}, "json_schema"),
+        ({"max_tokens": "[" + "[]," * 500_000 + "[]]"}, "max_tokens"),
+        ({"unknown": "[" + "[]," * 500_000 + "[]]"}, "unknown"),
+        ({f"k{i}": 1 for i in range(30_000)}, None),
+        ({f"k{i}": 1 for i in range(280_000)}, None),
+    ],
+)
+def test_long_sampling_parameters_are_read_in_a_thread_and_texts_in_them_are_not_parsed(extra, param):
+    text = json.dumps(extra).encode()
+    request = infer(
+        {"name": "text_input", "datatype": "BYTES", "shape": [1]},
+        {"name": "sampling_parameters", "datatype": "BYTES", "shape": [1]},
+        raw=[b"\1\0\0\0x", len(text).to_bytes(4, "little") + text],
+    )
+    lengths: list[int] = []
+
+    class Reader:
+        ready_model = SimpleNamespace(info=SimpleNamespace(max_model_len=64))
+
+        async def read(self, num_bytes: int, function: Any, *args: Any) -> Any:
+            lengths.append(num_bytes)
+            return function(*args)
+
+    started = time.thread_time()
+    with pytest.raises(ApiError) as refused, BodyMemory(10**9).hold() as held:
+        asyncio.run(parse_infer_request(request, Reader(), held))
+    assert refused.value.param == param
+    assert lengths == [len(text)] * 2 and min(lengths) > LARGE_BYTES
+    assert time.thread_time() - started < 0.5
 
 
 # -- the budget

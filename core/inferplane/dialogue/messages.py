@@ -20,6 +20,9 @@ MAX_KEYS = 64
 """Most keys of a message: OpenAI's and templates' have a dozen."""
 MAX_NAME_CHARACTERS = 256
 """Most characters of a name or an id in a message."""
+MAX_ARGUMENT_VALUES = 2**16
+"""Most values and keys in the arguments of a conversation's calls; the arguments of 2,048 calls have some ten thousand.
+"""
 TEXT_PARTS = {"text": "text", "refusal": "refusal"}
 """Type of a part of a message -> the key of its text."""
 MEDIA = {
@@ -83,7 +86,9 @@ def normalize_messages(messages: Any, default_role: str = "") -> list[dict[str, 
     if not messages:
         raise MessageError.at("messages", "messages = [].", remedy="pass at least one message")
     roles = {"role": default_role} if default_role else {}
-    return [_normalize({**roles, **message}, i) for i, message in enumerate(messages)]
+    found = [_normalize({**roles, **message}, i) for i, message in enumerate(messages)]
+    _check_arguments(found)
+    return found
 
 
 def _normalize(message: Mapping[str, Any], index: int) -> dict[str, Any]:
@@ -149,6 +154,31 @@ def _part(part: Any, path: str) -> str:
         what = f"{path}.{key} = {short(part[key])}." if key in part else f"{path} lacks {key!r}."
         raise MessageError.at(f"{path}.{key}", what, "strings", is_missing=key not in part)
     return str(part[key])
+
+
+def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise MessageError if the calls of a conversation have more values in their arguments than are parsed. Templates
+    want them as data, and texts of millions of lists or numbers take seconds.
+    """
+    count = 0
+    for i, message in enumerate(messages):
+        for k, call in enumerate(message.get("tool_calls") or ()):
+            count += _count_values(call["function"]["arguments"], MAX_ARGUMENT_VALUES - count)
+            if count > MAX_ARGUMENT_VALUES:
+                where = f"messages[{i}].tool_calls[{k}].function.arguments"
+                what = f"The arguments of calls, up to {where}, hold more than {MAX_ARGUMENT_VALUES} values."
+                raise MessageError.at(where, what, remedy="send long data as one text")
+
+
+def _count_values(text: str, most: int) -> int:
+    """Return about how many values and keys JSON has. What looks like one inside of a text counts only where all
+    together are more than `most`, for telling the two apart takes longer.
+    """
+    found = sum(map(text.count, ",:[{"))
+    if found > most:
+        plain = text.replace(r"\\", "").replace(r"\"", "")
+        found = sum(map("".join(plain.split('"')[::2]).count, ",:[{"))
+    return found
 
 
 def _calls(calls: Any, path: str) -> list[dict[str, Any]]:

@@ -20,6 +20,10 @@ _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 """The only ids of calls that Mistral's templates accept."""
 
 
+MAX_DIGITS = 400
+"""Most digits of an integer in a call's arguments; with more of them, the arguments stay text."""
+
+
 @dataclass(frozen=True)
 class Template:
     """A chat template: Jinja source, and the special tokens by their names in it.
@@ -96,13 +100,15 @@ def forms(template: Template, messages: Messages, description: str = "") -> Iter
     called = [call for message in messages for call in message.get("tool_calls") or ()]
     empties = (None, "") if called and template.supports_null_content else ("",)
     arguments: tuple[str, ...] = ("data", "text") if called else ("data",)
-    if not all(isinstance(_data(call["function"]["arguments"]), dict) for call in called):
+    data = {text: _data(text) for text in (call["function"]["arguments"] for call in called)}
+    if not all(isinstance(value, dict) for value in data.values()):
         arguments = (*arguments, "wrapped")  # broken JSON is text, for which some templates have no place
     ids = [i for message in messages for i in _ids(message)]
     shorten = (False, True) if called and not all(i and _SHORT_ID.fullmatch(i) for i in ids) else (False,)
     roles = ("system", "user") if description else ("",)
     for empty, form, short, role in product(empties, arguments, shorten, roles):
-        changed = [_with_calls(message, empty, form) for message in (_with_short_ids(messages) if short else messages)]
+        given = _with_short_ids(messages) if short else messages
+        changed = [_with_calls(message, empty, form, data) for message in given]
         yield _prepend(description, changed, role) if description else changed
 
 
@@ -112,22 +118,25 @@ def _ids(message: Mapping[str, Any]) -> list[str | None]:
     return [*(call.get("id") for call in message.get("tool_calls") or ()), *own]
 
 
-def _with_calls(message: Mapping[str, Any], empty: str | None, form: str) -> dict[str, Any]:
+def _with_calls(message: Mapping[str, Any], empty: str | None, form: str, data: Mapping[str, Any]) -> dict[str, Any]:
     """A message with the arguments of its calls as "data", "text", or "wrapped" (data, even if they are no object), and
-    with the content `empty` if it has only calls.
+    with the content `empty` if it has only calls. `data` has the data of each text of arguments.
     """
     out = dict(message)
     if message.get("tool_calls"):
         out["content"] = message["content"] or empty
         out["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _arguments(call["function"]["arguments"], form)}}
+            {
+                **call,
+                "function": {**call["function"], "arguments": _arguments(call["function"]["arguments"], form, data)},
+            }
             for call in message["tool_calls"]
         ]
     return out
 
 
-def _arguments(text: str, form: str) -> Any:
-    found = _data(text) if form != "text" else None
+def _arguments(text: str, form: str, data: Mapping[str, Any]) -> Any:
+    found = data[text] if form != "text" else None
     if found is None:
         found = text
     return found if form != "wrapped" or isinstance(found, dict) else {"arguments": text}
@@ -136,9 +145,15 @@ def _arguments(text: str, form: str) -> Any:
 def _data(text: str) -> Any:
     """JSON as data; None for text that is none, as of a call that was cut off."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_int=_integer)
     except (ValueError, RecursionError):
         return None
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:  # Python takes a time that grows by the square of their number
+        raise ValueError(f"an integer of more than {MAX_DIGITS} digits")
+    return int(digits)
 
 
 def _with_short_ids(messages: Messages) -> list[dict[str, Any]]:

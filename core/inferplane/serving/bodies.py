@@ -19,12 +19,14 @@ LARGE_BYTES = 64 * 1024
 MAX_CONTAINERS = 2**17
 """Most arrays and objects of a body. The largest request that the formats describe, 2048 messages with their calls and
 128 tools with their schemas, has a twentieth."""
+MAX_KEYS = 2**16
+"""Most keys of a body's objects, for the same reason: each costs as much as five numbers."""
 BYTES_PER_MARK = 64
 """Memory for each `,` `[` `{` `:` outside of texts. Measured on bodies of 4 MB (Python 3.11, pydantic 2.14):
 `[[[]]]` 55, `{"a":1}` 63, `[]` 33, short texts up to 58, numbers 11 to 46."""
 CHEAP_BYTES = 2**20
 """Texts hold marks, too. They are told apart only where all marks together would cost more than this."""
-_OPENING = (b"[", b"{")
+_OPENING, _KEYS = (b"[", b"{"), (b":",)
 _MARKS = (*_OPENING, b",", b":")
 _collector = threading.Lock()
 
@@ -94,13 +96,14 @@ def parse_json(text: bytes | str) -> Any:
 
     Raises:
         ValueError: it is not JSON, which NaN, infinities, invalid UTF-8, lone surrogates and too deep nesting are not.
-        ApiError: 400, it has more than `MAX_CONTAINERS` arrays and objects.
+        ApiError: 400, it has more than `MAX_CONTAINERS` arrays and objects, or more than `MAX_KEYS` keys.
     """
     if len(text) <= LARGE_BYTES:
         return from_json(text, allow_inf_nan=False)
     raw = text.encode() if isinstance(text, str) else text
-    if _count(raw, _OPENING) > MAX_CONTAINERS and (found := _count(_outside_texts(raw), _OPENING)) > MAX_CONTAINERS:
-        raise invalid(f"{found} arrays and objects; at most {MAX_CONTAINERS} in a request.", None, "too_many")
+    for marks, most, name in ((_OPENING, MAX_CONTAINERS, "arrays and objects"), (_KEYS, MAX_KEYS, "keys")):
+        if _count(raw, marks) > most and (found := _count(_outside_texts(raw), marks)) > most:
+            raise invalid(f"{found} {name}; at most {most} in a request.", None, "too_many")
     with _collector_paused():
         return from_json(raw, allow_inf_nan=False)
 

@@ -71,6 +71,8 @@ REFUSED: Mapping[str, Refused] = {
     **dict.fromkeys(("prompt_embeds", "input_embeds", "image_data", "video_data", "audio_data", "lora_path"), _NO),
     **dict.fromkeys(("custom_logit_processor", "session_params", "thinking_token_budget", "reasoning_effort"), _NO),
     "length_penalty": Refused(neutral=(1,)),
+    "num_beams": Refused(neutral=(1,)),
+    "repetition_detection": _NO,
     "embed_dtype": Refused(neutral=("float32",)),
     "endianness": Refused(neutral=("native", "little")),
     "use_activation": _ON,

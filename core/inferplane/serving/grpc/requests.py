@@ -21,7 +21,7 @@ from inferplane.engine import Delta
 from inferplane.engine.request.params import MAX_STOP_TOKEN_IDS
 from inferplane.serving import native
 from inferplane.serving.admission import Deadline, GenerateCall, check_prompt_lengths
-from inferplane.serving.bodies import HeldMemory, object_bytes, parse_json
+from inferplane.serving.bodies import LARGE_BYTES, HeldMemory, object_bytes, parse_json
 from inferplane.serving.errors import invalid
 from inferplane.serving.generation import Generation, Piece
 from inferplane.serving.grpc import tensors
@@ -33,6 +33,8 @@ from inferplane.serving.wire import Count, SamplingFields, TokenIds, validate
 NATIVE_INPUT, NATIVE_OUTPUT = "IN", "OUT"
 CONTROL = frozenset(("triton_enable_empty_final_response", "sequence_id", "sequence_start", "sequence_end", "priority"))
 """Parameters of the protocol itself."""
+TEXTS = ("model", "user", "stop", "text_input")
+"""Sampling parameters that are texts, also where they look like a number."""
 NUMBER_BYTES = 40
 """Memory for a number of a tensor as an element of a list."""
 
@@ -149,7 +151,18 @@ async def parse_infer_request(request: Any, service: Service, held: HeldMemory) 
             held.add(await service.read(len(values), object_bytes, values))
         return await _native(values, request.id, service, _timeout_s(tensors.parameters(request)))
     held.add(NUMBER_BYTES * sum(map(len, given.values())))
-    return _parse_typed(given, tensors.parameters(request), request.id)
+    parameters = tensors.parameters(request)
+    text = _sampling_text(given, parameters)
+    held.add(await service.read(len(text), object_bytes, text))
+    return await service.read(len(text), _parse_typed, given, parameters, request.id)
+
+
+def _sampling_text(given: Mapping[str, list[Any]], parameters: Mapping[str, Any]) -> bytes:
+    """Return the JSON in `sampling_parameters`, which may be long; b"" without it."""
+    values = [*given.get("sampling_parameters", ()), parameters.get("sampling_parameters")]
+    return b"".join(
+        v.encode(errors="replace") if isinstance(v, str) else v for v in values if isinstance(v, (bytes, str))
+    )
 
 
 def _timeout_s(parameters: Mapping[str, Any]) -> float | None:
@@ -185,13 +198,16 @@ def _parse_typed(given: Mapping[str, list[Any]], parameters: Mapping[str, Any], 
         data["timeout"] = _timeout_s(parameters)
     for name, values in given.items():
         data[name] = values if name in ("input_ids", "stop_token_ids") else _decode(name, _one(name, values))
+    known, refused = TypedRequest.model_fields, {**REFUSED, **TypedRequest.refused}
     more = data.pop("sampling_parameters", None)
     if more is not None:
         extra = _json("sampling_parameters", more)
         if not isinstance(extra, dict):
             raise invalid("sampling_parameters is no JSON object.", "sampling_parameters")
-        data = {**{name: _parse_value(name, value) for name, value in extra.items()}, **data}
-    known, refused = TypedRequest.model_fields, {**REFUSED, **TypedRequest.refused}
+        parsed = {
+            name: _parse_value(value) if name in known or name in refused else value for name, value in extra.items()
+        }
+        data = {**parsed, **{name: extra[name] for name in TEXTS if name in extra}, **data}
     check_unknown(data, known, refused)
     if unknown := next((name for name in data if name not in known and name not in refused), None):
         raise invalid(f"There is no input {unknown[:100]!r}.", unknown[:100], "unknown_parameter")
@@ -215,9 +231,9 @@ def _parse_typed(given: Mapping[str, list[Any]], parameters: Mapping[str, Any], 
     return InferCall(call, TypedTensors(typed), stream=typed.stream is not False)
 
 
-def _parse_value(name: str, value: Any) -> Any:
+def _parse_value(value: Any) -> Any:
     """Return a sampling parameter that may be a number, a flag or a list as text."""
-    if not isinstance(value, str) or name in ("model", "user", "stop", "text_input"):
+    if not isinstance(value, str) or len(value) > LARGE_BYTES:
         return value
     try:
         return from_json(value.lower() if value in ("True", "False") else value, allow_inf_nan=False)

@@ -22,7 +22,7 @@ from inferplane.serving.tracing import trace_headers
 from inferplane.serving.wire import parse
 
 MAX_SKIPPED_PASSES = 8
-"""Most passes in succession in which a limiter lets none of its tasks continue, because tasks of another one wait."""
+"""Most passes in succession in which a limiter lets none of its tasks continue, because those of another one do."""
 
 
 class LoopPassLimiter:
@@ -30,7 +30,7 @@ class LoopPassLimiter:
 
     Args:
         per_pass: how many.
-        after: while tasks wait there, most passes are left to them.
+        after: most passes in which tasks continue there, or wait, are left to them.
     """
 
     def __init__(self, per_pass: int = 1, after: LoopPassLimiter | None = None) -> None:
@@ -51,7 +51,12 @@ class LoopPassLimiter:
         await waiter
 
     def _must_skip(self) -> bool:
-        return self._after is not None and bool(self._after._waiting) and self._skipped < MAX_SKIPPED_PASSES
+        return self._after is not None and self._after._is_busy and self._skipped < MAX_SKIPPED_PASSES
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether tasks have continued in this pass, or wait."""
+        return self._left < self._per_pass or bool(self._waiting)
 
     def _schedule(self) -> None:
         if not self._is_scheduled:
