@@ -23,12 +23,53 @@ def test_released_slots_are_given_again_once():
     pool = StatePool(1)
     slots = pool.allocate()
     assert slots is not None
-    exchanged = StateSlots(slots.write, slots.read)
-    pool.release(exchanged)
+    later = pool.advance(slots)
+    assert later == StateSlots(slots.write, slots.read), "what was read is written next"
+    pool.release(later)
     with pytest.raises(UsageError, match="no sequence has them"):
         pool.release(slots)
     again = pool.allocate()
     assert again is not None and set(again) == set(slots) and pool.available == 0
+
+
+def test_states_of_a_prefix_are_found_read_by_several_and_never_written():
+    pool = StatePool(3)
+    a = pool.advance(pool.allocate(), b"one")
+    assert pool.count_prefix([b"one", b"two"]) == 1 and pool.count_prefix([b"two"]) == 0
+    b, c = pool.allocate(b"one"), pool.allocate(b"one")
+    assert a.read == b.read == c.read and pool.users(a.read) == 3 and len({a.write, b.write, c.write, a.read}) == 4
+    for slots in (a, b, c):
+        after = pool.advance(slots)
+        assert a.read not in after
+        pool.check()
+        pool.release(after)
+    assert pool.users(a.read) == 0 and pool.count_prefix([b"one"]) == 1
+    pool.check()
+
+
+def test_the_states_that_were_read_last_stay_longest():
+    pool = StatePool(2)
+    for prefix in (b"one", b"two"):
+        pool.release(pool.advance(pool.allocate(), prefix))
+    pool.release(pool.allocate(b"one"))
+    assert pool.count_prefix([b"one"]) == pool.count_prefix([b"two"]) == 1
+    given = [pool.allocate()]  # two slots are free
+    assert pool.count_prefix([b"one"]) == pool.count_prefix([b"two"]) == 1
+    given.append(pool.allocate(b"one"))  # and writes where the other prefix was
+    assert pool.count_prefix([b"one"]) == 1 and pool.count_prefix([b"two"]) == 0
+    for slots in given:
+        pool.release(slots)
+    pool.check()
+    assert pool.available == 2
+
+
+def test_states_of_equal_prefixes_are_known_once():
+    pool = StatePool(2)
+    first, second = pool.allocate(), pool.allocate()
+    first, second = pool.advance(first, b"one"), pool.advance(second, b"one")
+    pool.release(second)
+    assert pool.allocate(b"one").read == first.read
+    pool.check()
 
 
 def test_a_pool_for_no_sequence_is_refused():

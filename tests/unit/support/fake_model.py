@@ -7,6 +7,7 @@ or left stale, or a draft left behind changes what comes out; an entry that was 
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, lru_cache, reduce
@@ -205,8 +206,10 @@ class Watched(Engine):
                 users[b] = users.get(b, 0) + 1
         assert users == a._users, "users are the tables'"
         if s.states is not None:
-            slots = [slot for r in s.running for slot in r.state]
-            assert len({*slots}) == len(slots) and 0 not in slots and all(r.state is None for r in s.waiting)
+            slots = Counter(slot for r in s.running for slot in r.state)
+            assert 0 not in slots and all(s.states.users(slot) == n for slot, n in slots.items())
+            assert all(slots[r.state.write] == 1 for r in s.running) and all(r.state is None for r in s.waiting)
+            s.states.check()
             assert s.states.available + len(s.running) == s.states.total, "a slot was lost"
         assert all(r.finish_reason is None and not r.tables and not r.computed for r in s.waiting)
         live = {id(r) for r in (*s.running, *s.waiting)}

@@ -38,7 +38,7 @@ class Engine:
         max_num_batched_tokens: maximum number of tokens in a step; longer prompts are split into chunks.
         max_new_sequences: maximum number of sequences that join in one step.
         max_waiting: maximum number of waiting requests; None: unlimited.
-        enable_prefix_caching: reuse blocks of equal prefixes; never with layers that keep states of sequences.
+        enable_prefix_caching: reuse blocks of equal prefixes, and the states of layers that keep any.
         speculative_config: draft and verify several tokens per step; None: one token per step.
     """
 

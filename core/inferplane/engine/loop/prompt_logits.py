@@ -64,7 +64,8 @@ def prompt_logits(engine: Engine, prompt: Sequence[int], chunk_tokens: int | Non
             batch = make_batch([query], block_tokens=engine.cache.block_tokens, device=engine.device)
             out.append(engine.runner.run(batch)[0].to(HOST))
             sequence.computed += len(ids)
-            sequence.exchange_state()
+            if scheduler.states is not None and sequence.state is not None:
+                sequence.state = scheduler.states.advance(sequence.state)
             tables.release_out_of_window(sequence)
     finally:
         scheduler.release(sequence)

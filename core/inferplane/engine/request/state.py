@@ -61,6 +61,7 @@ class Request:
         max_chunk_tokens: the largest number of its known tokens that a step computes.
         tables: its block tables; none while it has no blocks.
         state: the slots of its states; None while it has none.
+        stops: numbers of its tokens at which a step has to end, so that the states there can be found later.
         computed: tokens whose KV entries are in the cache.
         hashes: hashes of its full blocks, as far as they were needed.
         drafts: tokens to verify in the next step.
@@ -83,6 +84,7 @@ class Request:
     max_chunk_tokens: int = 1
     tables: list[BlockTable] = field(default_factory=list)
     state: StateSlots | None = None
+    stops: tuple[int, ...] = ()
     computed: int = 0
     hashes: list[bytes] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
@@ -147,11 +149,6 @@ class Request:
     def max_cached_tokens(self) -> int:
         """The maximum number of its tokens in the cache; the last generated token is never written."""
         return len(self.prompt) + self.params.max_tokens - 1
-
-    def exchange_state(self) -> None:
-        """Let the next step read the states that the last one wrote. Nothing without state slots."""
-        if self.state is not None:
-            self.state = StateSlots(self.state.write, self.state.read)
 
     def slice(self, start: int, stop: int) -> Sequence[int]:
         """Token ids `start` to `stop` (without) of the sequence: its prompt, then its generated tokens."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from inferplane.engine.request.state import Request
+from inferplane.engine.schedule.states import find_states, limit_chunk
 from inferplane.engine.schedule.tables import SequenceTables
 from inferplane.errors import CapacityError, UsageError
 from inferplane.kvcache import BlockAllocator, StatePool, block_hashes
@@ -78,8 +79,8 @@ class Scheduler:
         lookahead: tokens after a block that its hash covers too, because its entries depend on them.
         windows: the widest attention window of the layers of each block table, in tokens; None: a layer attends to all
             tokens.
-        states: the slots of recurrent layers' states; None: no layer keeps any. With them prefixes are not reused and
-            drafts not verified, because a state cannot return to an earlier token.
+        states: the slots of recurrent layers' states; None: no layer keeps any. With them drafts are not verified,
+            because a state cannot return to an earlier token; prefixes are reused at whose end a step ended.
 
     Attributes: `tables`, the sequences' blocks; its `extend`, `extend_all` and `release_beyond` are here too.
     """
@@ -95,8 +96,7 @@ class Scheduler:
         states: StatePool | None = None,
     ) -> None:
         self.allocator, self.block_tokens, self.limits, self.states = allocator, block_tokens, limits, states
-        self.root = root if states is None else None
-        self.lookahead, self.tables = lookahead, SequenceTables(allocator, block_tokens, windows)
+        self.root, self.lookahead, self.tables = root, lookahead, SequenceTables(allocator, block_tokens, windows)
         self.extend, self.extend_all = self.tables.extend, self.tables.extend_all
         self.release_beyond, self.blocks_for = self.tables.release_beyond, self.tables.blocks_for
         self.waiting: list[Request] = []
@@ -168,6 +168,8 @@ class Scheduler:
             if request.remaining > 1:
                 budget -= self._add_drafts(chosen, budget)  # before prompts, whose chunks use up the budget
             count = min(request.remaining, budget, request.max_chunk_tokens)
+            if request.stops:
+                count = limit_chunk(request, count, self.block_tokens)
             if count and self._reserve(request, request.computed + count, chosen):
                 chosen[id(request)] = ScheduledChunk(request, count)
                 budget -= count
@@ -182,6 +184,8 @@ class Scheduler:
                 break
             joined += 1
             count = min(candidate.remaining, max_tokens)
+            if candidate.stops:
+                count = limit_chunk(candidate, count, self.block_tokens)
             chosen[id(candidate)] = ScheduledChunk(candidate, count)
             budget -= count
         return sorted(chosen.values(), key=lambda s: s.rows > FEW_TOKENS)
@@ -224,12 +228,14 @@ class Scheduler:
             self._hash(request, request.tokens)
             # At least one token must be computed, for its logits.
             usable = request.hashes[: (request.tokens - 1) // self.block_tokens]
-        if self.states is not None and not self.states.available:
-            return False
+        if self.states is not None:
+            if not self.states.available:
+                return False
+            request.stops, usable = find_states(usable, self.tables, self.states)
         if not self.tables.admit(request, usable, max_tokens):
             return False
         if self.states is not None:
-            request.state = self.states.allocate()
+            request.state = self.states.allocate(usable[-1] if usable else None)
         if request.preemptions == 0:
             request.cached_tokens = request.computed
             self.prefix_queries_tokens += request.tokens
@@ -314,14 +320,16 @@ class Scheduler:
         """
         request = chunk.request
         request.computed += chunk.count + accepted
-        request.exchange_state()
         request.drafts = []  # they were guesses for positions that are decided now
+        full, rest = divmod(request.computed, self.block_tokens)
         if self.root is not None:
-            full = request.computed // self.block_tokens
             self._hash(request, request.computed)
             first = (request.computed - chunk.count - accepted) // self.block_tokens
             if full > first:
                 self.tables.publish(request, first, full)
+        if self.states is not None and request.state is not None:
+            known = self.root is not None and not rest
+            request.state = self.states.advance(request.state, request.hashes[full - 1] if known else None)
 
     def release_out_of_window(self, request: Request) -> None:
         """Release the blocks that the windows of all their layers have passed. None without a window.

@@ -67,7 +67,7 @@ class SequenceTables:
             hashes: of its full blocks that may be found, in order; none: nothing is found.
             step_tokens: largest number of tokens that the first step computes.
         """
-        count = self._count_known(hashes) if hashes else 0
+        count = self.count_known(hashes) if hashes else 0
         known = count * self.block_tokens
         tables = []
         for table, window in enumerate(self.windows):
@@ -140,7 +140,7 @@ class SequenceTables:
             for i in range(max(first, table.released), stop):
                 self.allocator.publish(table.blocks[i], _content(request.hashes[i], number))
 
-    def _count_known(self, hashes: Sequence[bytes]) -> int:
+    def count_known(self, hashes: Sequence[bytes]) -> int:
         """The largest number of leading blocks that can be reused: every table without a window knows all of them,
         every other one those that a window before the next token reaches.
         """

@@ -51,15 +51,34 @@ def alone(config):
 @pytest.mark.parametrize("config", [LFM2, ONLY_STATES], ids=["hybrid", "only_states"])
 @pytest.mark.parametrize("limits", [{}, {"max_num_batched_tokens": 7}, {"max_num_seqs": 2}])
 def test_sequences_have_the_tokens_that_they_have_alone(config, limits):
-    """More prompts than sequences of a step; equal prefixes, which are computed again."""
+    """More prompts than sequences of a step."""
     expected = alone(config)
     with LLM(config, **{**OPTIONS, **limits}) as llm:
         for _ in range(2):
             results = llm.generate(PROMPTS, GREEDY)
             assert [r.token_ids for r in results] == expected
-            assert all(r.timings.cached_tokens == 0 for r in results)
         s = llm.engine.scheduler
         assert s.states.available == s.states.total == s.limits.max_num_seqs and llm.engine.allocator.used == 0
+
+
+@pytest.mark.parametrize("config", [LFM2, ONLY_STATES], ids=["hybrid", "only_states"])
+def test_prefixes_are_reused(config):
+    """A prompt again, a longer one, one that branches off inside, and the first turn's answer with a question."""
+    size = planned(config, dtype="float32").block_tokens
+    text = [(7 * i) % 150 for i in range(2 * size + 9)]
+    with LLM(config, **OPTIONS, enable_prefix_caching=False) as llm:
+        (first,) = llm.generate([text], GREEDY)
+        prompts = [text, [*text, *[3] * size], [*text[: size + 3], 5], [*text, *first.token_ids, 8, 8]]
+        expected = [llm.generate(prompt, GREEDY)[0] for prompt in prompts]
+        assert [r.timings.cached_tokens for r in expected] == [0] * 4
+    answered = (len(text) + len(first.token_ids) - 1) // size * size
+    with LLM(config, **OPTIONS) as llm:
+        llm.generate([text], GREEDY)
+        results = [llm.generate(prompt, GREEDY)[0] for prompt in prompts]
+        assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+        assert [r.timings.cached_tokens for r in results] == [2 * size, 2 * size, 0, answered]
+        (again,) = llm.generate([[*text[: size + 3], 6]], GREEDY)
+        assert again.timings.cached_tokens == size, "the third prompt's step ended where it branched off"
 
 
 def test_preempted_sequences_begin_again():
@@ -147,7 +166,7 @@ def test_explain_and_estimate_say_it(tmp_path, capsys, monkeypatch):
         layers = config["layer_types"].count("conv")
         assert main.main(["explain", str(path), "--device", "cpu"]) == DONE
         text = capsys.readouterr().out
-        assert f"{layers} recurrent layer(s) keep 0.0 MiB of each sequence; prefixes are not reused" in text
+        assert f"{layers} recurrent layer(s) keep 0.0 MiB of each sequence; drafts are refused" in text
         assert cache in text
         assert main.main(["explain", str(path), "--device", "cpu", "--json"]) == DONE
         assert json.loads(capsys.readouterr().out)["states"] == {"layers": layers, "sequence_bytes": 2 * layers * LAYER}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,10 +60,12 @@ def generate_alone(prompt, count):
 
 
 def check_slots(s):
-    """Every running sequence has slots of its own, no waiting one has any, and none is lost."""
-    held = [slot for r in s.running for slot in r.state]
-    assert len(set(held)) == len(held) == 2 * len(s.running) and 0 not in held
-    assert all(r.state is None for r in s.waiting)
+    """Every running sequence writes a slot of its own, and reads one that none writes; no waiting one has any, and none
+    is lost."""
+    held = Counter(slot for r in s.running for slot in r.state)
+    assert 0 not in held and all(s.states.users(slot) == n for slot, n in held.items())
+    assert all(held[r.state.write] == 1 for r in s.running) and all(r.state is None for r in s.waiting)
+    s.states.check()
     assert s.states.available + len(s.running) == s.states.total
 
 
@@ -112,8 +116,74 @@ def test_states_are_those_of_one_pass(requests, blocks, batch, slots, tokens, re
     assert not s.running and not s.waiting
     assert s.states.available == slots and s.allocator.used == 0
     for r in live:
-        assert r.generated == generate_alone(r.prompt, len(r.generated)) and r.cached_tokens == 0
+        assert r.generated == generate_alone(r.prompt, len(r.generated))
         assert r.finish_reason == "abort" or len(r.generated) == r.params.max_tokens
+
+
+def run_all(s, model, *requests):
+    """The tokens that each request generates; all are added at once. The numbers of tokens of their steps, too."""
+    steps = {r.request_id: [] for r in requests}
+    for r in requests:
+        s.add(r)
+    while chosen := s.schedule():
+        step = make_batch(s.queries(chosen), block_tokens=BLOCK, device="cpu")
+        results = model(step)
+        for c, stop in zip(chosen, step.lens().query_start[1:]):
+            steps[c.request.request_id].append(c.count)
+            if c.samples_next:
+                c.request.generated.append(int(results[stop - 1]))
+            s.commit(c)
+            if len(c.request.generated) == c.request.params.max_tokens:
+                s.remove(c.request)
+        check_slots(s)
+    assert all(r.generated == generate_alone(r.prompt, len(r.generated)) for r in requests)
+    return steps
+
+
+def ask(name, prompt, most=1):
+    return Request(name, prompt, SamplingParams(max_tokens=most))
+
+
+def test_a_prefix_is_reused_where_a_step_ended():
+    s = Scheduler(BlockAllocator(40), BLOCK, Limits(4, 99, 60), root_hash, states=StatePool(4))
+    model, prompt = Model(s.states.slots), [t % 5 for t in range(14)]
+    assert run_all(s, model, ask(0, prompt)) == {0: [12, 2]}, "before the last token's block"
+    again, longer = ask(1, prompt), ask(2, [*prompt, 3, 3, 3])
+    assert run_all(s, model, again) == {1: [2]} and again.cached_tokens == 12
+    assert run_all(s, model, longer) == {2: [4, 1]} and longer.cached_tokens == 12
+    assert run_all(s, model, ask(3, prompt[:12])) == {3: [8, 4]}, "no step ended after 8 tokens"
+    other = ask(4, [*prompt[:8], 9, 9, 9])
+    assert run_all(s, model, other) == {4: [3]} and other.cached_tokens == 8, "until the last one"
+
+
+def test_steps_end_where_others_branch_off():
+    """The second prompt shares 8 tokens with the first; a third one finds their states, which the second left."""
+    s = Scheduler(BlockAllocator(40), BLOCK, Limits(4, 99, 60), root_hash, states=StatePool(4))
+    model, shared = Model(s.states.slots), [1, 2, 3, 4, 4, 3, 2, 1]
+    prompts = [[*shared, *[t] * 9] for t in range(3)]
+    found = [ask(i, prompt) for i, prompt in enumerate(prompts)]
+    assert run_all(s, model, found[0]) == {0: [16, 1]}
+    assert run_all(s, model, found[1]) == {1: [8, 8, 1]}
+    assert run_all(s, model, found[2]) == {2: [8, 1]}
+    assert [r.cached_tokens for r in found] == [0, 0, 8]
+
+
+def test_generated_tokens_are_part_of_a_prefix():
+    s = Scheduler(BlockAllocator(40), BLOCK, Limits(4, 99, 60), root_hash, states=StatePool(4))
+    model = Model(s.states.slots)
+    first = ask(0, [1, 2, 3], 10)
+    run_all(s, model, first)
+    turn = ask(1, [1, 2, 3, *first.generated, 4])
+    assert run_all(s, model, turn) == {1: [2]} and turn.cached_tokens == 12
+
+
+def test_chunks_end_at_blocks():
+    s = Scheduler(BlockAllocator(40), BLOCK, Limits(4, 10, 60), root_hash, states=StatePool(4))
+    model, prompt = Model(s.states.slots), [t % 5 for t in range(30)]
+    assert run_all(s, model, ask(0, prompt)) == {0: [8, 8, 8, 4, 2]}
+    assert s.states.count_prefix([b""]) == 0 and run_all(s, model, ask(1, prompt[:17])) == {1: [1]}
+    off = Scheduler(BlockAllocator(40), BLOCK, Limits(4, 10, 60), states=StatePool(4))
+    assert run_all(off, Model(9), ask(0, prompt)) == {0: [10, 10, 10]}
 
 
 def test_a_sequence_without_slots_waits_and_takes_no_blocks():
