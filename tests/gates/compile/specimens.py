@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -197,6 +198,50 @@ def _sample(*, cut: bool) -> None:
     number = empty(2, dtype=torch.float32)
     cuts = (empty(2, dtype=torch.int64), number, number) if cut else (None, None, None)
     sample(SimpleNamespace(), empty(2, 4096, dtype=torch.float32), number, *cuts, number)
+
+
+@specimen("causal_conv1d")
+def _(tiles: Tiles) -> None:
+    from inferplane.kernels.triton.recurrent.conv import causal_conv1d
+
+    op = SimpleNamespace(weight=empty(8192, 4), bias=None, silu=True)
+    causal_conv1d(op, empty(2, 8192), step(1, 8), empty(2, 8192, 3))
+
+
+@specimen("gated_delta_rule")
+def _(tiles: Tiles) -> None:
+    from inferplane.kernels.triton.recurrent.delta_rule import gated_delta_rule
+
+    op = SimpleNamespace(heads=(16, 32), dims=(128, 128))
+    gates = empty(2, 32, dtype=torch.float32), empty(2, 32, dtype=torch.float32)
+    rows = empty(2, 16, 128), empty(2, 16, 128), empty(2, 32, 128)
+    gated_delta_rule(op, *rows, *gates, step(1, 8), empty(2, 32, 128, 128, dtype=torch.float32))
+
+
+@specimen("selective_scan")
+def _(tiles: Tiles) -> None:
+    from inferplane.kernels.triton.recurrent.scan import selective_scan
+
+    heads = {name: empty(64, dtype=torch.float32) for name in ("a_log", "dt_bias", "skip")}
+    op = SimpleNamespace(groups=1, head_dim=64, state_size=128, dt_limits=(0.0, math.inf), **heads)
+    rows = empty(2, 64, 64), empty(2, 64), empty(2, 1, 128), empty(2, 1, 128)
+    selective_scan(op, *rows, step(1, 8), empty(2, 64, 64, 128, dtype=torch.float32))
+
+
+@specimen("gated_rms_norm")
+def _(tiles: Tiles) -> None:
+    from inferplane.kernels.triton.recurrent.rows import gated_rms_norm
+
+    op = SimpleNamespace(weight=empty(128), eps=1e-6, groups=1, gate_first=False)
+    gated_rms_norm(op, empty(2, 32, 128), empty(2, 32, 128))
+
+
+@specimen("delta_rule_gates")
+def _(tiles: Tiles) -> None:
+    from inferplane.kernels.triton.recurrent.rows import delta_rule_gates
+
+    op = SimpleNamespace(a_log=empty(32, dtype=torch.float32), dt_bias=empty(32, dtype=torch.float32))
+    delta_rule_gates(op, empty(2, 32), empty(2, 32))
 
 
 def _write(kind: str) -> None:

@@ -8,11 +8,16 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
 
 from inferplane.engine.runner.capture import why_not_captured_together
 from inferplane.engine.sampling.batch_rows import GREEDY, PLAIN
+from inferplane.kernels.triton import triton_kernels
+from inferplane.ops import OPS
+from inferplane.ops.draw import Draw
+from inferplane.types.kernel import import_target
 from tests.gates.launches.models import CODED_MODELS, DRAFTING, GEMMA_2, LAYERS, MODELS
-from tests.gates.launches.steps import PRODUCTS, Between, between, cycle, drafting, planned, step
+from tests.gates.launches.steps import PRODUCTS, Between, Taken, between, cycle, drafting, planned, step
 
 MOST_BETWEEN = {(GREEDY,): 73, (PLAIN,): 158}
 """Small operators of a record that verifies and drafts, beside the networks' kernels: those that draw, judge, and move
@@ -86,6 +91,21 @@ def test_layers_of_gemma_have_no_composed_op(sequences, tokens):
     scaling = {"embedding": 1, "mul": 3, "div": 1, "tanh": 1, "_to_copy": 1}  # of embeddings and logits
     layer = {"_norm": 4, "mm": 4, "_norm_rope_write": 1, "_attend": 1, "_activation_mul": 1}
     assert names == Counter({name: n * LAYERS for name, n in layer.items()}) + Counter({"_norm": 1, "mm": 1, **scaling})
+
+
+RECURRENT = {"causal_conv1d": "decode", "gated_delta_rule": "decode", "selective_scan": "decode",
+             "gated_rms_norm": "strided", "delta_rule_gates": "strided"}  # fmt: skip
+"""Ops of recurrent layers, and a sample of each in a decode step."""
+
+
+@pytest.mark.parametrize(("name", "label"), RECURRENT.items())
+def test_each_op_of_a_recurrent_layer_is_one_launch(name, label):
+    (kernel,) = [k for k in triton_kernels(()) if k.op == name]
+    (sample,) = [s for s in OPS[name].samples() if s.label == label]
+    inputs = sample.inputs(Draw(1, torch.bfloat16))
+    with Taken() as taken:
+        import_target(kernel.target)(sample.op, *inputs)
+    assert taken.names == [f"_{name}".replace("rms_", "")]
 
 
 def test_several_are_found():

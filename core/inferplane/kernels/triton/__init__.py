@@ -34,6 +34,7 @@ def triton_kernels(kv_layouts: Sequence[str], tiles: Callable[[Any, Context], Ti
         tiles: `(op, context)` -> tile sizes, called when a kernel is linked; by default small ones that fit anywhere.
     """
     plain = When(FLOATS, features=(FEATURE,))
+    decode = replace(plain, step_kinds=("decode",))
     eight_bit = When(HALF, kv_layouts=tuple(kv_layouts), features=(FEATURE, "fp8", "int8-dot"))
     cached = When(FLOATS, kv_layouts=tuple(kv_layouts), features=(FEATURE,))
 
@@ -52,6 +53,11 @@ def triton_kernels(kv_layouts: Sequence[str], tiles: Callable[[Any, Context], Ti
         kernel("activation", "activations:activation", plain),
         kernel("quantize", "rowwise:quantize", plain),
         kernel("rope", "kv_write:rope", plain),
+        kernel("causal_conv1d", "recurrent.conv:causal_conv1d", decode),
+        kernel("gated_delta_rule", "recurrent.delta_rule:gated_delta_rule", decode),
+        kernel("selective_scan", "recurrent.scan:selective_scan", decode),
+        kernel("gated_rms_norm", "recurrent.rows:gated_rms_norm", plain),
+        kernel("delta_rule_gates", "recurrent.rows:delta_rule_gates", plain),
         kernel("sample", "sampling:sample", plain),
         kernel("kv_write", "kv_write:kv_write", cached),
         kernel("mla_kv_write", "kv_write:mla_kv_write", cached),

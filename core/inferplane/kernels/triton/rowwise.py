@@ -154,7 +154,7 @@ def warps_for(block: int) -> int:
     return max(1, min(16, block // 512))
 
 
-def _row_layout(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
+def row_layout(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
     """How a kernel walks the rows of `x`: `x` with contiguous rows (a copy if need be), the number of rows per step of
     its first dimension, and the strides of its first and of its second dimension.
     """
@@ -208,7 +208,7 @@ def rms_norm_quantize(
             sum comes last.
     """
     width = x.shape[-1]
-    x, heads, outer, inner = _row_layout(x)
+    x, heads, outer, inner = row_layout(x)
     rows = x.numel() // width if width else 0
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     residual = residual if residual is None or residual.stride(-1) == 1 else residual.contiguous()
