@@ -13,10 +13,39 @@ import torch
 from inferplane import LLM, AsyncLLM, SamplingParams
 from inferplane.errors import CheckpointError, UsageError
 from tests.e2e.tiny_llm import GREEDY, LONG, one, opened, write
-from tests.e2e.tiny_models import llama_config
+from tests.e2e.tiny_models import llama_config, random_model
 from tests.e2e.tiny_tokenizers import metaspace
+from tests.families.cases import config_of
 
 # ------------------------------------------------------------------ prompts
+
+
+@pytest.mark.parametrize(("family", "case"), [("gemma3", "scaled"), ("qwen3_next", "mixed"), ("llama", "gqa")])
+def test_a_folder_without_tokenizer_takes_token_ids_only(family, case, tmp_path):
+    """For some families transformers would invent a tokenizer that encodes every text as one token."""
+    random_model(config_of(family, case)).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 100}')  # holds no vocabulary
+    says = "has no tokenizer: .* holds none of its files"
+    with LLM(tmp_path, device="cpu", max_model_len=64) as llm:
+        for call in (lambda: llm.generate("hello"), lambda: llm.chat([{"role": "user", "content": "hello"}])):
+            with pytest.raises(CheckpointError, match=says) as refused:
+                call()
+            assert refused.value.remedy == "add its tokenizer.json, or pass prompts as token ids"
+        with pytest.raises(UsageError, match=f"A regex constrains text, .* {says}") as refused:
+            llm.generate([[5, 6]], SamplingParams(regex="a+"))
+        assert refused.value.remedy == "add its tokenizer.json, or leave the constraint out"
+        result = llm.generate([[5, 6]], SamplingParams(max_tokens=3, ignore_eos=True))[0]
+        assert len(result.token_ids) == 3 and result.text == ""
+
+    async def ask() -> None:
+        async with AsyncLLM(tmp_path, device="cpu", max_model_len=64) as engine:
+            with pytest.raises(CheckpointError, match=says):
+                await anext(aiter(engine.generate("hello")))
+            params = SamplingParams(max_tokens=3, ignore_eos=True)
+            pieces = [piece async for piece in engine.generate([5, 6], params)]
+            assert sum(len(piece.token_ids) for piece in pieces) == 3
+
+    asyncio.run(ask())
 
 
 def test_prompts_in_every_form(llm):

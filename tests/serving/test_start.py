@@ -109,6 +109,13 @@ def test_a_model_without_weights_is_reported_before_the_server_listens(tmp_path)
     assert "listening" not in done.stderr
 
 
+def test_a_model_without_tokenizer_is_reported():
+    done = run_serve("--port", "0", "demo-draft")
+    assert done.returncode == 1, done.stderr
+    assert "has no tokenizer" in done.stderr and "holds none of its files" in done.stderr
+    assert done.stderr.count("error") == 1 and "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("flag", ["--grpc-port", "--metrics-port", "--health-port"])
 def test_every_port_is_tried_before_anything_is_loaded(flag):
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from inferplane.cli.arguments import BINDING, pins, speculation
 from inferplane.cli.screen import Screen, plural
-from inferplane.errors import CheckpointError
 
 if TYPE_CHECKING:
     from inferplane.engine import LLM, SamplingParams, Timings
@@ -37,14 +36,15 @@ def open_model(args: argparse.Namespace, screen: Screen) -> tuple[LLM, SamplingP
         with gc_paused():
             from inferplane.cli.sampling_defaults import sampling_params
             from inferplane.engine import LLM, ModelFiles
+            from inferplane.engine.request.tokenizer_loading import no_vocabulary
+            from inferplane.engine.runner.model_files import SHIPPED
 
         files = ModelFiles(args.model)
         if files.folder is not None and not files.has_tokenizer:
-            raise CheckpointError(
-                f"{args.model} has no tokenizer: {files.folder} holds none of its files.",
-                remedy="add its tokenizer.json (`inferplane bench` needs none); "
-                "a draft model is named by --speculative-model, beside its model",
-            )
+            remedy = "add its tokenizer.json (`inferplane bench` needs none)"
+            if args.model in SHIPPED:
+                remedy = "pass demo as the model, and this draft model by --speculative-model"
+            raise no_vocabulary(args.model, files.folder, remedy)
         params = sampling_params(args, files.folder)
         loading.phase(f"loading {args.model}")
         llm = LLM(**options, progress=loading.bar)

@@ -124,8 +124,10 @@ class Service:
         try:
             self.model = await asyncio.to_thread(ServedModel, engine, self.settings)
         except BaseException as error:
-            self._fail(f"{type(error).__name__}: {error}")
-            await engine.shutdown()
+            try:
+                await engine.shutdown()
+            finally:  # last: the process ends then, and reports what this task has raised
+                self._fail(f"{type(error).__name__}: {error}")
             raise
         self.engine = engine
         self.state = "serving"

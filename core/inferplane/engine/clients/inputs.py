@@ -11,6 +11,7 @@ from inferplane.engine.request.params import SamplingParams
 from inferplane.engine.request.text import Detokenizer, Tokenizer, end_ids
 from inferplane.engine.runner.model_files import ModelFiles
 from inferplane.engine.sampling.grammars import Grammars
+from inferplane.errors import CheckpointError, UsageError
 
 
 class InputProcessor:
@@ -75,13 +76,18 @@ class InputProcessor:
             vocab: V, columns of the model's logits, which masks must cover.
 
         Raises:
-            UsageError: it is not valid, not supported, or too complex.
+            UsageError: it is not valid, not supported, or too complex, or the model has no usable tokenizer.
         """
         if params.constraint is None:
             return None
         with self._loading:
             if self._grammars is None:
-                self._grammars = Grammars(self.tokenizer.fast, vocab, self.end_ids())
+                try:
+                    tokenizer = self.tokenizer
+                except (UsageError, CheckpointError) as error:
+                    what = f"A {params.constraint[0]} constrains text, which needs the model's tokenizer. {error.what}"
+                    raise UsageError(what, remedy="add its tokenizer.json, or leave the constraint out") from error
+                self._grammars = Grammars(tokenizer.fast, vocab, self.end_ids())
         return self._grammars.start(params)
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from inferplane.dialogue.template import Template
-from inferplane.engine.request.tokenizer_loading import load_tokenizer
+from inferplane.engine.request.tokenizer_loading import has_vocabulary, load_tokenizer, no_vocabulary
 from inferplane.errors import CapacityError, CheckpointError, UsageError, warn
 from inferplane.files import AGAIN, file_size
 
@@ -64,6 +64,8 @@ class Tokenizer:
         if folder is None:
             raise UsageError("A model given as a config has no tokenizer.", remedy="pass prompts as token ids")
         folder = Path(folder)
+        if not has_vocabulary(folder):
+            raise no_vocabulary(folder.name, folder, remedy="add its tokenizer.json, or pass prompts as token ids")
         for name in _FILES:
             if os.path.lexists(folder / name) and file_size(folder / name) > MAX_FILE_BYTES:
                 raise CheckpointError(f"{folder / name} has more than {MAX_FILE_BYTES} bytes.", remedy=AGAIN)

@@ -10,6 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from inferplane.errors import CheckpointError
 from inferplane.files import file_size
 
 PROBES = (
@@ -27,11 +28,28 @@ PARTS = ("normalizer", "pre_tokenizer", "decoder")
 probes: classes of transformers rebuild it on purpose."""
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 """Files that may name tokens beside those of tokenizer.json."""
-FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "tekken.json", *SETTINGS)
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+"""Files with a tokenizer's vocabulary, beside those that end in `.model` or `.tiktoken`."""
+FILES = (*VOCABULARIES, "merges.txt", *SETTINGS)
 MAX_FILE_BYTES = 2**28
 """The largest known one, with 262,144 tokens, has 34 MB."""
 MAX_ADDED_TOKENS = 64
 """Most added tokens that are tried between words."""
+
+
+def has_vocabulary(folder: Path) -> bool:
+    """Whether a folder holds a file with a tokenizer's vocabulary. Without one, several classes of transformers invent
+    a tokenizer of a few special tokens.
+    """
+    named = any((folder / name).exists() for name in VOCABULARIES)
+    return named or any(any(folder.glob(pattern)) for pattern in ("*.model", "*.model.v*", "*.tiktoken"))
+
+
+def no_vocabulary(name: str, folder: Path, remedy: str) -> CheckpointError:
+    """The error for a model, by its name, whose folder holds no vocabulary."""
+    files = ", ".join(VOCABULARIES[:-1])
+    what = f"{name} has no tokenizer: {folder} holds none of its files ({files} or {VOCABULARIES[-1]})."
+    return CheckpointError(what, remedy=remedy)
 
 
 def load_tokenizer(folder: Path, kind: str) -> tuple[Any, str]:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from inferplane.engine.request.tokenizer_loading import has_vocabulary
 from inferplane.errors import CheckpointError, UsageError
 from inferplane.models import Config, SafetensorsFolder, as_config
 from inferplane.models.reading.names import canonical_names, settle_head
@@ -68,9 +69,8 @@ class ModelFiles:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the folder holds a tokenizer's files."""
-        names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-        return self.folder is not None and any((self.folder / name).exists() for name in names)
+        """Whether the folder holds a tokenizer's vocabulary."""
+        return self.folder is not None and has_vocabulary(self.folder)
 
     def _has_pickled(self) -> bool:
         """Whether the folder holds weights in pickled files, which are never read."""
