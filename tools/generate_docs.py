@@ -230,6 +230,10 @@ architecture; the model without its head (`LlamaModel`) is known too. Of a multi
 one of these (a `text_config` with its model type), the text part is served, and a warning says so. Another architecture
 is refused, with the nearest one; [adding a model](adding-a-model.md) says how to add it.
 
+Models with recurrent layers (short convolutions, delta nets, Mamba-2: LFM2, Qwen3-Next, Falcon-H1, Nemotron-H, Granite
+4 hybrid) keep a state of each sequence, which cannot return to an earlier token. So they verify no drafts
+(`speculative_config` is refused), reuse no prefixes yet, capture no steps, and run on one rank.
+
 | models | architecture | model type | form |
 |---|---|---|---|
 """

@@ -51,7 +51,7 @@ def test_examples_run(i, capsys):
 
 
 def test_there_are_examples_of_each_kind():
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 5
     assert all(
         any(word in b for b in BLOCKS) for word in ("LLM(", "AsyncLLM(", "speculative_config=", "InferplaneError")
     )

@@ -246,13 +246,14 @@ def bind(
         raise BindError(
             f"deterministic=True, but device {settings.device!r} has no batch-invariant kernel for "
             f"{', '.join(sorted({op for _, _, op in left}))}.",
-            remedy="drop deterministic, or use a device whose kernels are batch-invariant (see explain)",
+            remedy="drop deterministic, or use a device whose kernels are batch-invariant "
+            "(see `inferplane explain FOLDER --device D`)",
         )
     if strict and (left := plan.hot_references()):
         listed = first_of([f"{op} at {site or 'the root'} ({kind})" for kind, site, op in left])
         raise BindError(
             f"strict=True, but {len(left)} hot op(s) of device {settings.device!r} have no kernel: {listed}.",
-            remedy="drop strict, or see the reasons in explain",
+            remedy="drop strict, or see the reasons in `inferplane explain FOLDER --device D`",
         )
     return plan
 

@@ -93,6 +93,9 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
         screen.warning(f"it does not fit: {_shortage(found)}")
     else:
         screen.show(_fits_table(found))
+        if found.state_sequence:
+            count = found.max_num_seqs
+            screen.show(f"At most {count} sequences run at a time, each with a state: raise --max-num-seqs for more.")
     return int(found.fits is False)
 
 

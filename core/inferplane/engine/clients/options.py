@@ -73,8 +73,8 @@ class EngineOptions:
         quantization: quantize linear weights while they are read: weight_only_int8, weight_only_int4, a8w8 (int8, and
             activations in int8 where a kernel quantizes them), a8w8_fp8_wint4 (experts in int4, the rest in FP8,
             activations in FP8 where a kernel quantizes them); left out: the checkpoint's format.
-        kv_cache_bytes: memory for the KV cache; left out: 30 % of what is free. A warning says if it shortens
-            sequences.
+        kv_cache_bytes: memory for the KV cache; left out: at most 30 % of what is free, and no more than the sequences
+            of a step can use. A warning says if it shortens sequences.
         max_num_seqs: maximum sequences per step.
         max_num_batched_tokens: maximum tokens per step; longer prompts are split into chunks.
         deterministic: use only kernels whose results do not depend on the batch.

@@ -62,7 +62,7 @@ OTHER_OPTIONS: tuple[OtherOption, ...] = tuple(
         (VLLM, "enable_chunked_prefill", "max_num_batched_tokens", "prompts are always read in chunks of that size"),
         (VLLM, "attention_backend", "ops", EXPLAINED, "--op"),
         (VLLM, "scheduling_policy", "", "each request has a priority"),
-        (VLLM, "guided_decoding_backend", "", "pip install 'inferplane[constrained]'"),
+        (VLLM, "guided_decoding_backend", "", "constraints need the extra `constrained`"),
         (VLLM, "enable_auto_tool_choice tool_call_parser", "", "calls of tools are always recognized"),
         (VLLM, "chat_template", "", "the tokenizer's own is used"),
         (VLLM, "disable_log_requests disable_log_stats uvicorn_log_level", "log_level"),

@@ -19,7 +19,7 @@ from inferplane.types.state import StateSlots
 if TYPE_CHECKING:
     import torch
 
-SEE_EXPLAIN = "see explain for the kernels in use, and pin another provider"
+SEE_EXPLAIN = "see `inferplane explain FOLDER --device D` for the kernels in use, and pin another provider"
 
 
 @dataclass(eq=False, slots=True)

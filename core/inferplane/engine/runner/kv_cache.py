@@ -104,10 +104,11 @@ class CacheMemory:
         Raises:
             CapacityError: the budget holds no block, or not the explicit length.
         """
+        limit_bytes = self._max_blocks(limit) * self.block_bytes
         if self.blocks < 1:
             raise CapacityError(
                 f"One KV block takes {self.block_bytes} bytes; the cache may take {self.budget_bytes}.",
-                remedy=f"raise kv_cache_bytes: {self.block_tokens} tokens take {self.block_bytes}",
+                remedy=f"raise kv_cache_bytes, for example to {limit_bytes}: {limit} tokens take so many bytes",
             )
         if self._max_blocks(limit) <= self.blocks:
             return limit
@@ -115,7 +116,7 @@ class CacheMemory:
             raise CapacityError(
                 f"max_model_len = {limit} needs {self._max_blocks(limit)} KV blocks of {self.block_bytes} bytes.",
                 there_is=f"{self.budget_bytes} bytes for {self.blocks}",
-                remedy="lower max_model_len, or raise kv_cache_bytes",
+                remedy=f"lower max_model_len, or pass kv_cache_bytes={limit_bytes}",
             )
         longest, high = 0, limit - 1
         while longest < high:  # longer sequences need more blocks
@@ -124,12 +125,13 @@ class CacheMemory:
         if not longest:
             raise CapacityError(
                 f"A sequence has {len(self.windows)} block tables; the cache has {self.blocks} KV blocks.",
-                remedy=f"raise kv_cache_bytes: {len(self.windows)} blocks take {len(self.windows) * self.block_bytes}",
+                remedy=f"raise kv_cache_bytes, for example to {limit_bytes}: {limit} tokens take so many bytes",
             )
         if explicit_budget:
             warn(
                 f"kv_cache_bytes = {self.budget_bytes} holds {self.blocks} KV blocks of {self.block_bytes} bytes: "
-                f"sequences have at most {longest} of the model's {limit} tokens. To do: raise kv_cache_bytes."
+                f"sequences have at most {longest} of the model's {limit} tokens. "
+                f"To do: raise kv_cache_bytes, for example to {limit_bytes}."
             )
         return longest
 

@@ -106,8 +106,9 @@ class PlannedModel:
         if left := self.plan.hot_references():
             ops = sorted({op for _, _, op in left})
             warn(
-                f"On device {self.backend.name!r} {len(left)} hot op(s) run on their slow reference: {', '.join(ops)}. "
-                "See explain for the reasons; strict=True refuses such a plan."
+                f"On device {self.backend.name!r} hot ops run on their slow reference: {', '.join(ops)}. "
+                f"See `inferplane explain {self.files.name} --device {self.backend.name}` for the reasons; strict=True "
+                "refuses such a plan."
             )
         self.host.emit(Event("plan.bound", {"device": self.backend.name, "model": self.files.name}))
 

@@ -106,6 +106,11 @@ class AdmissionFastPath:
         _ = self._service.ready_model
         return SlotReservation(self._service.slots, key)
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether the model is not loaded yet."""
+        return self._service.state == "loading"
+
     async def read(self, num_bytes: int, function: Callable[..., Result], *args: Any) -> Result:
         """As `Service.read`."""
         return await self._service.read(num_bytes, function, *args)

@@ -29,7 +29,7 @@ from inferplane.serving.wire import ID_PATTERN
 OPEN = frozenset(("/health", "/v2/health/live", "/v2/health/ready"))
 """Paths that need no key."""
 PROBED = OPEN | {"/metrics"}
-"""Paths that monitoring polls: their successful answers are logged at debug level only."""
+"""Paths that monitoring polls: their successful answers, and "loading", are logged at debug level only."""
 PAGE = frozenset(("/status", "/status/page.css", "/status/page.js", "/status/data", "/status/kernels", "/metrics"))
 """Paths that a browser may read with a key as its password."""
 MAX_REFUSED_BODY_BYTES = 64 * 1024
@@ -169,7 +169,8 @@ class GatedRequest:
         took_ms = round(1000 * (time.monotonic() - self._started), 1)
         facts = {"method": scope["method"], "path": scope["path"], "status": self._status, "ms": took_ms}
         ended = {} if self._complete else {"ended": "client left" if self._client_left else "cut off"}
-        probe = self._status == 200 and scope["path"] in PROBED
+        early = self._status == 503 and scope["path"] in OPEN and self._gate.fast_path.is_loading
+        probe = early or (self._status == 200 and scope["path"] in PROBED)
         shown = {"request_id": context.request_id, **facts, **ended, **context.facts}
         log.log(logging.DEBUG if probe else logging.INFO, "request", extra={"facts": shown})
         if self._status is not None and self._status >= 400 and not context.is_traced:

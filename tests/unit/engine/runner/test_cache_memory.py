@@ -33,7 +33,8 @@ def test_no_block_at_all():
 def test_fewer_blocks_than_tables():
     with pytest.raises(CapacityError, match="has 3 block tables; the cache has 2 KV blocks") as caught:
         CacheMemory(2, 16, 1000, 2999, (None, 30, 30)).max_sequence_tokens(100, explicit_length=False)
-    assert "3 blocks take 3000" in caught.value.remedy
+    assert caught.value.remedy == "raise kv_cache_bytes, for example to 13000: 100 tokens take so many bytes"
+    assert CacheMemory(13, 16, 1000, 13000, (None, 30, 30)).max_sequence_tokens(100, explicit_length=True) == 100
 
 
 OPTIONS = {"device": HOST, "load_format": "dummy", "dtype": "float32", "max_num_seqs": 4}
