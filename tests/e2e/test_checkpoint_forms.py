@@ -385,6 +385,8 @@ def test_spellings_of_dtypes(spelling, want, tmp_path):
         ("meta-llama/Llama-3.1-8B", "name on a hub.*hf download meta-llama/Llama-3.1-8B"),
         ("Qwen/Qwen3-0.6B", "nothing is downloaded"),
         ("/no/such/folder", "is no folder.*fetch the model's files"),
+        ("hf://a/b", "looks like a name on a hub.*hf download a/b --local-dir"),
+        ("ollama://x", "an address, and nothing is downloaded.*ollama's are GGUF"),
     ],
 )
 def test_models_that_are_no_folder(name, says, tmp_path, monkeypatch):

@@ -64,6 +64,7 @@ OTHER_OPTIONS: tuple[OtherOption, ...] = tuple(
         (VLLM, "scheduling_policy", "", "each request has a priority"),
         (VLLM, "guided_decoding_backend", "", "constraints need the extra `constrained`"),
         (VLLM, "enable_auto_tool_choice tool_call_parser", "", "calls of tools are always recognized"),
+        (VLLM, "reasoning_parser", "", "reasoning is part of the text; clients split it off"),
         (VLLM, "chat_template", "", "the tokenizer's own is used"),
         (VLLM, "disable_log_requests disable_log_stats uvicorn_log_level", "log_level"),
         (VLLM, "ssl_certfile", "tls_cert"),

@@ -19,7 +19,9 @@ DEMO_FOLDER = Path(__file__).resolve().parents[2] / "models" / "demo"
 SHIPPED = {DEMO: DEMO_FOLDER, "demo-draft": DEMO_FOLDER / "draft", "demo-eagle": DEMO_FOLDER / "eagle"}
 """Folders by short name: the demo model, and a draft model and an EAGLE head for it."""
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_NAME = re.compile(r"(?:(?:hf|huggingface)://)?([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)")
+"""A name on a hub, which other tools also write as an address."""
+ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://.*|ollama:.*")
 
 
 class ModelFiles:
@@ -111,7 +113,9 @@ def _what_it_is(name: str, path: Path) -> str:
         return ", but a GGUF file, which is not read"
     if path.is_file():
         return ", but a file"
-    return ", but looks like a name on a hub, and nothing is downloaded" if HUB_NAME.fullmatch(name) else ""
+    if HUB_NAME.fullmatch(name):
+        return ", but looks like a name on a hub, and nothing is downloaded"
+    return ", but an address, and nothing is downloaded" if ADDRESS.fullmatch(name) else ""
 
 
 def _how_to_get_a_folder(name: str, path: Path) -> str:
@@ -120,6 +124,8 @@ def _how_to_get_a_folder(name: str, path: Path) -> str:
         return "fetch the checkpoint that it was made from, in safetensors, and pass its folder"
     if path.is_file():
         return f"pass its folder, {path.parent}"
-    if HUB_NAME.fullmatch(name):
-        return f"fetch it first (`hf download {name} --local-dir FOLDER`) and pass the folder"
+    if hub := HUB_NAME.fullmatch(name):
+        return f"fetch it first (`hf download {hub[1]} --local-dir FOLDER`) and pass the folder"
+    if name.startswith("ollama:"):
+        return "fetch the checkpoint that it was made from, in safetensors, and pass its folder (ollama's are GGUF)"
     return "fetch the model's files first and pass their folder"
