@@ -26,6 +26,9 @@ def obj(**properties: Any) -> dict[str, Any]:
 
 
 SCHEMAS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "large integers": (obj(a={"type": "integer", "minimum": 2**63}, b={"type": "integer", "maximum": 9}), ["minimum"]),
+    "huge integers": (obj(a={"type": "integer", "exclusiveMinimum": 2**70}), ["exclusiveMinimum"]),
+    "float ranges": (obj(a={"type": "number", "minimum": -1e300, "maximum": 1e300}), ["maximum", "minimum"]),
     "uniqueItems": (
         obj(tags={"type": "array", "items": {"enum": ["a"]}, "maxItems": 2, "uniqueItems": True}),
         ["uniqueItems"],
@@ -77,6 +80,13 @@ def test_what_cannot_be_enforced_is_left_out_and_named(name):
     assert is_compiled(relaxed) and not is_compiled(schema)
     jsonschema.Draft202012Validator.check_schema(relaxed)
     assert relax(relaxed, set()) == relaxed
+
+
+def test_counts_may_be_written_as_floats():
+    dropped: set[str] = set()
+    relaxed = relax(obj(a={"type": "string", "maxLength": 3.0}), dropped)
+    assert relaxed == obj(a={"type": "string", "maxLength": 3}) and not dropped and is_compiled(relaxed)
+    assert type(relaxed["properties"]["a"]["maxLength"]) is int
 
 
 def test_the_tables_are_those_of_the_library():

@@ -30,6 +30,11 @@ FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown")
 )
 """Formats of strings that are enforced; others are notes, as in the standard."""
+BOUNDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
+MAX_BOUND = 2**62
+"""Bounds from this size on are not enforced: llguidance has integers of 64 bits, and no ranges of large floats."""
+COUNTS = frozenset(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"))
+"""Keywords whose value is a count, which the standard lets be written as 3.0 too."""
 _BEYOND_REGULAR = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?(?:[=!]|<[=!])|\\(?:[1-9]|k[<{']))")
 """Look-around and references back, which no automaton follows."""
 
@@ -49,6 +54,8 @@ def relax(schema: Any, dropped: set[str]) -> Any:
     for key, value in schema.items():
         if key in NOT_ENFORCED or _is_loose(key, value, schema):
             dropped.add(key)
+        elif key in COUNTS and isinstance(value, float) and value.is_integer():
+            out[key] = int(value)
         elif key in NAMES and isinstance(value, Mapping):
             enforced = {n: part for n, part in value.items() if key != "patternProperties" or not _is_beyond(n)}
             out[key] = {name: relax(part, dropped) for name, part in enforced.items()}
@@ -66,7 +73,9 @@ def relax(schema: Any, dropped: set[str]) -> Any:
 
 
 def _is_loose(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
-    """Return whether a keyword is a pattern or a format that cannot be enforced."""
+    """Return whether a keyword is a bound, a pattern or a format that cannot be enforced."""
+    if key in BOUNDS:
+        return isinstance(value, (int, float)) and abs(value) >= MAX_BOUND
     if not isinstance(value, str):
         return False
     if key == "pattern":
