@@ -279,9 +279,9 @@ def with_arguments(text: Any) -> list[dict[str, Any]]:
 
 ARGUMENTS = {
     "lists": '{"a":[' + "[]," * 600_000 + "[]]}",
-    "numbers": "[" + ",".join(["1.5"] * 500_000) + "]",
+    "numbers": ' {"a": [' + ",".join(["1.5"] * 500_000) + "]}",
     "keys": "{" + ",".join(f'"k{i}":1' for i in range(100_000)) + "}",
-    "behind a text": '["\\"[,", ' + "[]," * 600_000 + "[]]",
+    "behind a text": '{"\\"[,": [' + "[]," * 600_000 + "[]]}",
     "a mapping": {f"k{i}": [] for i in range(100_000)},
 }
 
@@ -292,6 +292,15 @@ def test_values_in_the_text_of_arguments_are_counted_before_they_are_parsed(kind
     with pytest.raises(MessageError, match="more than 65536 values") as refused:
         normalize_messages(with_arguments(ARGUMENTS[kind]))
     assert refused.value.param == "messages[1].tool_calls[0].function.arguments"
+    assert time.thread_time() - started < 0.5
+
+
+@pytest.mark.parametrize("text", ["[" + "[]," * 600_000 + "[]]", "[" * 600_000, '"' + "," * 600_000])
+def test_many_values_that_are_no_object_stay_text_and_are_not_parsed(text):
+    started = time.thread_time()
+    messages = normalize_messages(with_arguments(text))
+    [data, *_] = forms(Template("", {}), messages)
+    assert data[1]["tool_calls"][0]["function"]["arguments"] == text
     assert time.thread_time() - started < 0.5
 
 

@@ -163,14 +163,18 @@ def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
     count = 0
     for i, message in enumerate(messages):
         for k, call in enumerate(message.get("tool_calls") or ()):
-            count += _count_values(call["function"]["arguments"], MAX_ARGUMENT_VALUES - count)
+            text = call["function"]["arguments"]
+            own = count_values(text, MAX_ARGUMENT_VALUES - count)
+            if own > MAX_ARGUMENT_VALUES and not text.lstrip().startswith("{"):
+                continue  # no object, as arguments have to be: it stays text, like what was cut off
+            count += own
             if count > MAX_ARGUMENT_VALUES:
                 where = f"messages[{i}].tool_calls[{k}].function.arguments"
                 what = f"The arguments of calls, up to {where}, hold more than {MAX_ARGUMENT_VALUES} values."
                 raise MessageError.at(where, what, remedy="send long data as one text")
 
 
-def _count_values(text: str, most: int) -> int:
+def count_values(text: str, most: int) -> int:
     """Return about how many values and keys JSON has. What looks like one inside of a text counts only where all
     together are more than `most`, for telling the two apart takes longer.
     """

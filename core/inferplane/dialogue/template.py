@@ -11,6 +11,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
+from inferplane.dialogue.messages import MAX_ARGUMENT_VALUES, count_values
 from inferplane.dialogue.renderer import Renderer, RenderError
 from inferplane.errors import UsageError, sentence
 
@@ -143,7 +144,9 @@ def _arguments(text: str, form: str, data: Mapping[str, Any]) -> Any:
 
 
 def _data(text: str) -> Any:
-    """JSON as data; None for text that is none, as of a call that was cut off."""
+    """JSON as data; None for text that is none, as of a call that was cut off, and for text with too many values."""
+    if count_values(text, MAX_ARGUMENT_VALUES) > MAX_ARGUMENT_VALUES:
+        return None
     try:
         return json.loads(text, parse_int=_integer)
     except (ValueError, RecursionError):
