@@ -9,8 +9,10 @@ from __future__ import annotations
 import fnmatch
 import inspect
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 from inferplane.binding.choice import DECOMPOSITION, REFERENCE, Choice, Dequantize, Options, Rejection
 from inferplane.binding.lock import signature
@@ -339,7 +341,7 @@ def check_declaration(kernel: Kernel) -> None:
 
 def check_parameters(kernel: Kernel) -> None:
     """Raise KernelError if the kernel's function does not take a view and then exactly the op's parameters."""
-    want = list(inspect.signature(OPS[kernel.op].__call__).parameters)[1:]
+    want = _list_parameters(OPS[kernel.op].__call__)
     try:
         have = [_describe(p) for p in inspect.signature(kernel.function()).parameters.values()][1:]
     except ValueError:
@@ -350,6 +352,12 @@ def check_parameters(kernel: Kernel) -> None:
             f"({', '.join(want)}).",
             remedy="give the function exactly these parameters, in this order",
         )
+
+
+@cache
+def _list_parameters(call: Callable[..., Any]) -> list[str]:
+    """Names of what an op's `__call__` takes."""
+    return list(inspect.signature(call).parameters)[1:]
 
 
 def _describe(parameter: inspect.Parameter) -> str:
