@@ -7,17 +7,10 @@ from typing import Any
 
 import torch
 
-from inferplane.errors import CheckpointError, UnsupportedModelError
+from inferplane.errors import UnsupportedModelError
 from inferplane.models.build import Build
-from inferplane.models.parts import (
-    LayerForm,
-    decoder_model,
-    grouped_query_attention,
-    head_size,
-    mamba2,
-    mamba2_of_config,
-)
-from inferplane.models.reading.config import Config, is_number
+from inferplane.models.parts import LayerForm, decoder_model, grouped_query_attention, mamba2, mamba2_of_config
+from inferplane.models.parts.rotation import head_size
 from inferplane.models.registry import architecture
 from inferplane.ops import ActivationMul, CausalLM, GatedMLP, HybridBlock, RecurrentBlock, SiluGate
 from inferplane.types import Weight
@@ -60,26 +53,20 @@ def falcon_h1(build: Build) -> CausalLM:
     bias, scale = config.flag("attention_bias"), head_size(config) ** -0.5 * f["key_multiplier"]
     attention, recurrence = grouped_query_attention(build, bias=bias, out_bias=bias, scale=scale), _mamba(build)
     attn_factors = f["attention_in_multiplier"], f["attention_out_multiplier"]
-    recurrence_factors = f["ssm_in_multiplier"], f["ssm_out_multiplier"]
+    mamba_factors = f["ssm_in_multiplier"], f["ssm_out_multiplier"]
 
     def mix(i: int, name: str) -> HybridBlock:
-        mamba = recurrence(i, f"model.layers.{i}.mamba")
-        return HybridBlock(attention(i, name), mamba, attn_factors, recurrence_factors)
+        return HybridBlock(attention(i, name), recurrence(i, f"model.layers.{i}.mamba"), attn_factors, mamba_factors)
 
-    return decoder_model(
-        build,
-        mix,
-        _mlp(build),
-        LayerForm(before=("input_layernorm", "pre_ff_layernorm"), last="final_layernorm"),
-        embed_factor=f["embedding_multiplier"],
-        logit_factor=f["lm_head_multiplier"],
-    )
+    form = LayerForm(before=("input_layernorm", "pre_ff_layernorm"), last="final_layernorm")
+    factors = {"embed_factor": f["embedding_multiplier"], "logit_factor": f["lm_head_multiplier"]}
+    return decoder_model(build, mix, _mlp(build), form, **factors)
 
 
 def _mlp(build: Build) -> Any:
     """A function that builds a layer's MLP."""
     config = build.config
-    gate, down = _numbers(config, "mlp_multipliers", 2)
+    gate, down = config.numbers("mlp_multipliers", 2, 1.0)
     inner, width, bias = config.size("intermediate_size"), config.size("hidden_size"), config.flag("mlp_bias")
     if bias and down != 1:
         raise UnsupportedModelError(f"{config.name}: mlp_bias beside mlp_multipliers.", there_is="one of them")
@@ -98,10 +85,9 @@ def _mamba(build: Build) -> Any:
     found = mamba2_of_config(build, inner)
     (groups, heads), (dim, size) = found["heads"], found["dims"]
     parts, mixer = (heads * dim, heads * dim, groups * size, groups * size, heads), mamba2(build, **found)
-    by_part, width = torch.tensor(_numbers(config, "ssm_multipliers", 5)), config.size("hidden_size")
-    factors = Weight(
-        (), (sum(parts),), torch.float32, make=lambda: by_part.repeat_interleave(torch.tensor(parts)).contiguous()
-    )
+    by_part, width = torch.tensor(config.numbers("ssm_multipliers", 5, 1.0)), config.size("hidden_size")
+    counts = torch.tensor(parts)
+    factors = Weight((), (sum(parts),), torch.float32, make=lambda: by_part.repeat_interleave(counts).contiguous())
     norms, first = config.flag("mamba_rms_norm"), not config.flag("mamba_norm_before_gate")
 
     def block(i: int, name: str) -> RecurrentBlock:
@@ -111,15 +97,3 @@ def _mamba(build: Build) -> Any:
         return RecurrentBlock.around(replace(plain, norm=norm, o=o, factors=factors))
 
     return block
-
-
-def _numbers(config: Config, entry: str, count: int) -> list[float]:
-    """A list of `count` numbers; ones where the config lacks it."""
-    found = config.get(entry)
-    if found is None:
-        return [1.0] * count
-    if not isinstance(found, (list, tuple)) or len(found) != count or not all(map(is_number, found)):
-        raise CheckpointError(
-            f"{config.name}: {entry} is not a list of {count} numbers.", remedy="fetch the file again"
-        )
-    return [float(number) for number in found]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 from inferplane.models.build import Build
 from inferplane.models.parts import LAYERS, LayerForm, decoder_model, dense_mlp, grouped_query_attention
@@ -42,7 +41,7 @@ def granite(build: Build) -> CausalLM:
 def granite_model(
     build: Build,
     mlp: Callable[[int, str], GatedMLP | MoE],
-    recurrences: Mapping[int, RecurrentBlock] = MappingProxyType({}),
+    recurrences: Mapping[int, RecurrentBlock] | None = None,
     *,
     rotates: bool = True,
 ) -> CausalLM:
@@ -51,10 +50,10 @@ def granite_model(
     Args:
         build: as of a family.
         mlp: builds a layer's MLP from the layer's number and the MLP's name.
-        recurrences: the blocks of layers that do not attend, by the layer's number.
+        recurrences: the blocks of layers that do not attend, by the layer's number; None: all attend.
         rotates: whether q and k are rotated.
     """
-    config = build.config
+    config, recurrences = build.config, recurrences or {}
     bias, scale = config.flag("attention_bias"), config.number("attention_multiplier")
     ropes = () if rotates else [None] * config.size(LAYERS)
     attention = grouped_query_attention(build, bias=bias, out_bias=bias, scale=scale, ropes=ropes)

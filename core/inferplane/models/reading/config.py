@@ -157,6 +157,19 @@ class Config(dict[str, Any]):
             raise self._wrong_entry(key, "not a number above 0")
         return float(value)
 
+    def numbers(self, key: str, count: int, default: float) -> list[float]:
+        """A list of finite numbers; `default` in each place when it is missing or null.
+
+        Raises:
+            CheckpointError: it is something else, or does not have `count` numbers.
+        """
+        found = self.get(key)
+        if found is None:
+            return [default] * count
+        if not isinstance(found, (list, tuple)) or len(found) != count or not all(map(is_number, found)):
+            raise self._wrong_entry(key, f"not a list of {count} numbers")
+        return [float(number) for number in found]
+
     def flag(self, key: str, default: bool = False) -> bool:
         """True or false; `default` when it is missing or null.
 
