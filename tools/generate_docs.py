@@ -232,7 +232,7 @@ is refused, with the nearest one; [adding a model](adding-a-model.md) says how t
 
 Models with recurrent layers (short convolutions, delta nets, Mamba-2: LFM2, Qwen3-Next, Falcon-H1, Nemotron-H, Granite
 4 hybrid) keep a state of each sequence, which cannot return to an earlier token. So they verify no drafts
-(`speculative_config` is refused), reuse no prefixes yet, capture no steps, and run on one rank.
+(`speculative_config` is refused), reuse a prefix only where a step ended, capture no steps, and run on one rank.
 
 | models | architecture | model type | form |
 |---|---|---|---|
