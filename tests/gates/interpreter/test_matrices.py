@@ -180,7 +180,7 @@ def test_every_int4_entry_is_an_fp8_number(gated, zero):
         PRODUCTS,
         None,
         torch.float32,
-        gated,
+        "silu" if gated else "",
     )
     gate, up = want = weight.dequantize() * 2
     torch.testing.assert_close(
