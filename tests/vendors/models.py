@@ -9,6 +9,7 @@ import torch
 from inferplane.binding import explain
 from inferplane.conformance import stepping
 from inferplane.conformance.subject import Subject
+from inferplane.kvcache import StatePool
 from inferplane.ops import CausalLM, LayerNorm, Linear, MoERoute
 from inferplane.plugin import Kernel, When
 from inferplane.plugins import host
@@ -103,14 +104,15 @@ def errors_beside_cpu(
 def greedy(bound: stepping.Bound, prompt: list[int], chunk: int) -> list[int]:
     """The prompt in chunks, then token by token, always the most probable."""
     blocks = list(range(bound.cache.blocks))[::-1]
-    done, ids, new, slots = 0, list(prompt), [], stepping.allocate_slots(bound)[0]
+    done, ids, new, pool = 0, list(prompt), [], StatePool.of(bound.cache)
+    slots = None if pool is None else pool.allocate()
     with torch.inference_mode():
         while len(new) < TOKENS:
             part = ids[done : done + chunk]
             query = Query(part, done, blocks[: -(-(done + len(part)) // bound.cache.block_tokens)], 1, state=slots)
             batch = make_batch([query], block_tokens=bound.cache.block_tokens, device=bound.device)
             logits = bound.steps[batch.kind](batch, bound.cache)[0]
-            done, slots = done + len(part), stepping.exchange_slots(slots)
+            done, slots = done + len(part), None if pool is None else pool.advance(slots)
             if done == len(ids):
                 new.append(int(logits[-1].argmax()))
                 ids.append(new[-1])

@@ -14,7 +14,7 @@ from inferplane.conformance.subject import Subject
 from inferplane.engine.runner.kv_cache import list_requests, place_caches
 from inferplane.kvcache import StatePool, paged_layout
 from inferplane.ops import CausalLM, Draw, Embedding, MoERoute
-from inferplane.types import HOST, Features, KVCache, KVLayout, KVRequest, QTensor, StateSlots
+from inferplane.types import HOST, Features, KVCache, KVLayout, KVRequest, QTensor
 from inferplane.types.batch import FEW_TOKENS, Query, make_batch
 
 Schedule = Callable[[int, int, int], int]
@@ -134,18 +134,6 @@ def _with_states(model: CausalLM, cache: KVCache, dtype: torch.dtype, device: st
     return replace(cache, by_layer=place_caches(requests, cache.layers, tables, SEQUENCES, dtype, torch.device(device)))
 
 
-def allocate_slots(bound: Bound) -> list[StateSlots | None]:
-    """State slots for `SEQUENCES` sequences; None each if no layer keeps states. A sequence's are exchanged
-    (`exchange_slots`) after each of its steps."""
-    pool = StatePool.of(bound.cache)
-    return [None if pool is None else pool.allocate() for _ in range(SEQUENCES)]
-
-
-def exchange_slots(slots: StateSlots | None) -> StateSlots | None:
-    """The slots for a sequence's next step."""
-    return None if slots is None else StateSlots(slots.write, slots.read)
-
-
 def _blocks(tokens: int, layout: KVLayout) -> int:
     return SEQUENCES * layout.blocks_for(tokens) + 1
 
@@ -161,7 +149,8 @@ def run(bound: Bound, prompts: Sequence[Sequence[int]], schedule: Schedule) -> l
     Returns:
         float32 `[tokens, vocab]` on the host for each prompt.
     """
-    size, tables, slots = bound.cache.block_tokens, _tables(bound, prompts), allocate_slots(bound)
+    size, tables, pool = bound.cache.block_tokens, _tables(bound, prompts), StatePool.of(bound.cache)
+    slots = [None if pool is None else pool.allocate() for _ in prompts]
     done = [0] * len(prompts)
     out: list[list[torch.Tensor]] = [[] for _ in prompts]
     with torch.inference_mode():
@@ -185,7 +174,8 @@ def run(bound: Bound, prompts: Sequence[Sequence[int]], schedule: Schedule) -> l
                 out[i].append(logits[start : start + counts[i]])
                 start += counts[i]
                 done[i] += counts[i]
-                slots[i] = exchange_slots(slots[i])
+                if pool is not None and (held := slots[i]) is not None:
+                    slots[i] = pool.advance(held)
     return [torch.cat(parts) for parts in out]
 
 

@@ -19,8 +19,6 @@ Messages = Sequence[Mapping[str, Any]]
 _NO_CONTENT = re.compile(r"content['\"]?\]? is (not )?none")
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 """The only ids of calls that Mistral's templates accept."""
-
-
 MAX_DIGITS = 400
 """Most digits of an integer in a call's arguments; with more of them, the arguments stay text."""
 
@@ -126,14 +124,13 @@ def _with_calls(message: Mapping[str, Any], empty: str | None, form: str, data: 
     out = dict(message)
     if message.get("tool_calls"):
         out["content"] = message["content"] or empty
-        out["tool_calls"] = [
-            {
-                **call,
-                "function": {**call["function"], "arguments": _arguments(call["function"]["arguments"], form, data)},
-            }
-            for call in message["tool_calls"]
-        ]
+        out["tool_calls"] = [_with_arguments(call, form, data) for call in message["tool_calls"]]
     return out
+
+
+def _with_arguments(call: Mapping[str, Any], form: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": _arguments(function["arguments"], form, data)}}
 
 
 def _arguments(text: str, form: str, data: Mapping[str, Any]) -> Any:
