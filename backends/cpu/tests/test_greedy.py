@@ -30,7 +30,7 @@ def folders(tmp_path_factory):
         "llama": random_model(llama_config(), seed=3),
         "qwen3": make("qwen3", "yarn", made["qwen3"]),
         "qwen3_moe": make("qwen3_moe", "plain", made["qwen3_moe"]),
-        "deepseek": random_model(deepseek_config(num_hidden_layers=2), seed=3),
+        "deepseek": random_model(deepseek_config(num_hidden_layers=2, moe_intermediate_size=48), seed=3),
         "gemma3": random_model(config_of("gemma3", "logit_cap"), seed=3),
         "gpt_oss": random_model(config_of("gpt_oss", "all_experts"), seed=3),
     }

@@ -64,11 +64,11 @@ class Tokenizer:
         if folder is None:
             raise UsageError("A model given as a config has no tokenizer.", remedy="pass prompts as token ids")
         folder = Path(folder)
-        if not has_vocabulary(folder):
-            raise no_vocabulary(folder.name, folder, remedy="add its tokenizer.json, or pass prompts as token ids")
         for name in _FILES:
             if os.path.lexists(folder / name) and file_size(folder / name) > MAX_FILE_BYTES:
                 raise CheckpointError(f"{folder / name} has more than {MAX_FILE_BYTES} bytes.", remedy=AGAIN)
+        if not has_vocabulary(folder):
+            raise no_vocabulary(folder.name, folder, remedy="add its tokenizer.json, or pass prompts as token ids")
         try:
             self._inner, self.kind = load_tokenizer(folder, kind)
         except BaseException as error:  # a panic in the tokenizers library is no Exception

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from collections.abc import Collection, Iterator, Mapping
 from importlib.util import find_spec
 from itertools import product
@@ -39,9 +40,9 @@ MAX_ADDED_TOKENS = 64
 
 def has_vocabulary(folder: Path) -> bool:
     """Whether a folder holds a file with a tokenizer's vocabulary. Without one, several classes of transformers invent
-    a tokenizer of a few special tokens.
+    a tokenizer of a few special tokens. A broken link counts: loading it says what is broken.
     """
-    named = any((folder / name).exists() for name in VOCABULARIES)
+    named = any(os.path.lexists(folder / name) for name in VOCABULARIES)
     return named or any(any(folder.glob(pattern)) for pattern in ("*.model", "*.model.v*", "*.tiktoken"))
 
 
