@@ -4,10 +4,10 @@
     python benchmarks/speculation.py --methods eagle --json
     python benchmarks/speculation.py --temperature 0.8 --turns 0  # acceptance alone, of sampled text
 
-Prompts are parts of files that neither the demo model nor its drafters were trained on (`tools/demo_data.py`), and for
-n-grams also ones that the model goes on with by repeating them. Acceptance is counted with a fixed number of drafts,
-speed measured with the adaptive one. Each turn runs plain decoding and every method one after the other on the same
-prompts, one at a time, so that what else runs on the machine meets all of them; a turn's ratio is taken within it.
+Prompts are parts of files that neither the demo model nor its drafters were trained on (`tools/demo/demo_data.py`), and
+for n-grams also ones that the model goes on with by repeating them. Acceptance is counted with a fixed number of
+drafts, speed measured with the adaptive one. Each turn runs plain decoding and every method one after the other on the
+same prompts, one at a time, so that what else runs on the machine meets all of them; a turn's ratio is taken within it.
 Greedy tokens of every method are checked to be those of plain decoding.
 """
 
@@ -26,7 +26,7 @@ import torch
 
 from inferplane import LLM, SamplingParams
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools" / "demo"))
 from demo_data import is_held_out, stdlib_files
 
 METHODS = {

@@ -48,7 +48,8 @@ def test_imports_run_in_no_circle():
 
 
 def test_no_folder_is_crowded(tmp_path):
-    folders = (CORE_PACKAGE, *(path.parent for path in BACKEND_PACKAGES), REPOSITORY / "tests")
+    beside = (REPOSITORY / name for name in ("tests", "tools", "benchmarks"))
+    folders = (CORE_PACKAGE, *(path.parent for path in BACKEND_PACKAGES), *beside)
     none(structure.crowded_folders(*folders, alike=tuple(ALIKE)))
     most = structure.MAX_FILES_IN_AN_ENGINE_PACKAGE
     none(structure.crowded_folders(CORE_PACKAGE / "engine", most=most))

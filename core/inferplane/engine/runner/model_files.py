@@ -46,7 +46,7 @@ class ModelFiles:
                     tool = "train_demo.py" if model == DEMO else "train_drafts.py"
                     raise CheckpointError(
                         f"Model {model!r} is not part of this installation.",
-                        remedy=f"train it with tools/{tool}, or load another model",
+                        remedy=f"train it with tools/demo/{tool}, or load another model",
                     )
                 raise UsageError(
                     f"Model {self.name!r} is no folder{_what_it_is(self.name, self.folder)}.",

@@ -4,10 +4,10 @@
 Both learn from the demo model itself, on the text it was trained on: the Llama its distributions, the head its
 distributions and its hidden states. They are shipped in subfolders of the demo model, in FP8 as it is.
 
-    python tools/train_drafts.py train eagle --minutes 20   # train, then export into the work folder
-    python tools/train_drafts.py train draft --minutes 20
-    python tools/train_drafts.py export eagle --out FOLDER  # export the work folder's finished run
-    python tools/train_drafts.py eval draft                 # recompute the held-out agreement of the shipped one
+    python tools/demo/train_drafts.py train eagle --minutes 20   # train, then export into the work folder
+    python tools/demo/train_drafts.py train draft --minutes 20
+    python tools/demo/train_drafts.py export eagle --out FOLDER  # export the work folder's finished run
+    python tools/demo/train_drafts.py eval draft                 # recompute the held-out agreement of the shipped one
 
 A budget in minutes makes the schedule, and so the weights, depend on the machine's speed; `--steps` does not. The
 shipped folders' options are in their training.json.

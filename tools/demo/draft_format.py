@@ -28,7 +28,7 @@ README = """# {title}
 on the demo model's own text and outputs. On held-out files its best token is the demo model's in {agreement:.0%} of
 places; `training.json` has the measurements and what they were made with.
 
-Made by `tools/train_drafts.py` of the project (`train {kind}`, then `export`); `tools/train_drafts.py eval {kind}`
+Made by `tools/demo/train_drafts.py` of the project (`train {kind}`, then `export`); its `eval {kind}`
 recomputes the agreement. The training text is Python's own source, which is under the PSF License Agreement
 (https://docs.python.org/3/license.html).
 """

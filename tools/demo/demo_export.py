@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from train_loop import Options
 
-DEFAULT_OUT = Path(__file__).resolve().parent.parent / "core" / "inferplane" / "models" / "demo"
+DEFAULT_OUT = Path(__file__).resolve().parents[2] / "core" / "inferplane" / "models" / "demo"
 SIZE_LIMIT = 16_000_000  # bytes, the whole exported folder
 
 README = """# Inferplane demo model
@@ -43,7 +43,7 @@ Layout notes: the output head is tied to the embedding; layer {mtp} is the multi
 and head are the main model's and are not repeated in the file. Its row i takes the embedding of token i + 1 and the
 main model's state i after the final norm, at rotary position i.
 
-Made by `tools/train_demo.py` of the project (`train`, then `export`); `tools/train_demo.py eval` recomputes the loss.
+Made by `tools/demo/train_demo.py` of the project (`train`, then `export`); its `eval` recomputes the loss.
 The training text is Python's own source, which is under the PSF License Agreement
 (https://docs.python.org/3/license.html).
 """

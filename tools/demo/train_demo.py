@@ -6,11 +6,11 @@ experts with sigmoid scores and a correction bias, one multi-token-prediction la
 16 MB, and is exported in DeepSeek-V3's own checkpoint format: float8 e4m3 weights with one float32 scale for
 each 128 x 128 block.  It is trained on the standard library of the Python that runs this tool, on a CPU.
 
-    python tools/train_demo.py selftest                 # our model against transformers' DeepseekV3ForCausalLM
-    python tools/train_demo.py data                     # what would be trained on
-    python tools/train_demo.py train --minutes 75       # train (resumable), then export into the work folder
-    python tools/train_demo.py export --out FOLDER      # export the work folder's finished run
-    python tools/train_demo.py eval                     # recompute the held-out loss from the shipped folder
+    python tools/demo/train_demo.py selftest                 # our model against transformers' DeepseekV3ForCausalLM
+    python tools/demo/train_demo.py data                     # what would be trained on
+    python tools/demo/train_demo.py train --minutes 75       # train (resumable), then export into the work folder
+    python tools/demo/train_demo.py export --out FOLDER      # export the work folder's finished run
+    python tools/demo/train_demo.py eval                     # recompute the held-out loss from the shipped folder
 
 A budget in minutes makes the schedule, and so the weights, depend on the machine's speed; `--steps` does not.  The
 shipped model's options are in its training.json; `--compile` and OMP_WAIT_POLICY=passive pay on a shared machine.
