@@ -90,6 +90,7 @@ def _app(service: Service, routers: Iterable[APIRouter]) -> _Routes:
         version=__version__,
         docs_url=None,  # FastAPI's pages load scripts from elsewhere
         redoc_url=None,
+        openapi_url=None,  # `describe_routes` adds the route, which answers from memory
         redirect_slashes=False,
         exception_handlers={ApiError: _on_api_error, HTTPException: _no_route, Exception: _on_fault},
     )

@@ -9,6 +9,9 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from inferplane.serving.http import operation, text
 from inferplane.serving.http.chat_wire import ChatRequest, ChatResponse
@@ -17,6 +20,7 @@ from inferplane.serving.http.embeddings import EmbeddingRequest, EmbeddingRespon
 from inferplane.serving.native import NativeError, NativeRequest, NativeResponse
 from inferplane.serving.wire import ErrorBody
 
+PATH = "/openapi.json"
 REF = "#/components/schemas/"
 Models = tuple[type[BaseModel], ...]
 
@@ -49,14 +53,26 @@ ERRORS = {
 
 
 def describe_routes(app: FastAPI) -> None:
-    """Set an application's OpenAPI description; routes need a key in it if `app.state.needs_key` is true."""
+    """Set an application's OpenAPI description, and add the route `PATH` that answers it; routes need a key in it if
+    `app.state.needs_key` is true.
+
+    The document is made and rendered once, at the first request: it is large, and to render it each time would cost
+    the event loop a few milliseconds.
+    """
+    rendered: list[bytes] = []
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             app.openapi_schema = _document(app)
         return app.openapi_schema
 
+    async def answer(request: Request) -> Response:
+        if not rendered:
+            rendered.append(bytes(JSONResponse(openapi()).body))
+        return Response(rendered[0], media_type="application/json")
+
     app.openapi = openapi  # type: ignore[method-assign]
+    app.router.routes.insert(0, Route(PATH, answer, include_in_schema=False))
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
