@@ -13,7 +13,7 @@ import pytest
 from tests.house.rules import REPOSITORY, plant
 
 FILES = ("pyproject.toml", "setup.py", "constraints.txt", "Makefile", "README.md", "LICENSE")
-FOLDERS = ("core", "backends", "tests/house", "tools")
+FOLDERS = ("core", "backends", "tests/house", "tests/vendors", "tools")
 BACKEND = '''
 """The new chip's backend."""
 from inferplane.kernels.composed import composed_kernels
@@ -109,7 +109,7 @@ def test_the_rules_of_the_house_and_the_pages_know_it(tree, run):
     words = "from tests.house.rules import *; print(device_names(plant(Path('planted'), 'x = newchip')))"
     assert "core names a device" in run(sys.executable, "-c", words)
     run(sys.executable, "tools/generate_docs.py")
-    assert "| newchip |" in (tree / "docs/support-matrix.md").read_text()
+    assert all("| newchip |" in (tree / f"docs/{name}.md").read_text() for name in ("support-matrix", "family-matrix"))
 
 
 def test_its_suites_and_its_hardware_are_run(run):

@@ -22,10 +22,10 @@ _SMALL: dict[str, Any] = {
 }
 _GEMMA: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 128, "sliding_window": 20}
 _DELTA: dict[str, Any] = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
 }
 _LATENT: dict[str, Any] = {
@@ -227,7 +227,7 @@ EXPERTS = (
     *("deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_5_moe", "granitemoehybrid"),
 )
 COMPOSED_ATTENTION = ("gpt_oss", "gemma2")
-"""Families with sinks or a soft cap, which no backend's own kernels compute: core composes their attention."""
+"""Families with sinks or a soft cap: core composes their attention where a backend's kernels do not compute these."""
 RECURRENT = ("lfm2", "qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "falcon_h1")
 """Families with recurrent layers, which take no drafts."""
 OWN_ATTENTION = tuple(family for family in FAMILIES if family not in (*COMPOSED_ATTENTION, *RECURRENT))

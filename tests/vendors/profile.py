@@ -19,7 +19,7 @@ import torch
 from tests.vendors import contract, schemas
 from tests.vendors.calls import Call
 from tests.vendors.checks import LIFTED
-from tests.vendors.configs import FAMILIES, OWN_ATTENTION
+from tests.vendors.configs import COMPOSED_ATTENTION, FAMILIES, OWN_ATTENTION
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
@@ -50,6 +50,8 @@ class Profile:
     """Of models that are tried in the vendor's dtypes."""
     formats: tuple[str, ...] = ("int8_row", "int4_group")
     """Weight formats that models are tried in."""
+    composed_attention: Collection[str] = COMPOSED_ATTENTION
+    """Families whose attention core composes."""
     engine_families: Collection[str] = OWN_ATTENTION
     """Families that the engine serves."""
     speculative: dict[str, dict[str, Any] | None] = {"drafts": DRAFTS}

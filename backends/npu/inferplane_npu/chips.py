@@ -16,6 +16,10 @@ _A5 = "FP8 operators are for the 950 series alone (CANN operator documents)"
 _NOT_310P = "its pages list Atlas A2 and A3 only (op-plugin, docs/zh/custom_APIs)"
 _ATTENTION_310P = "vllm-ascend's attention there reads ATB's NZ cache (_310p/attention/attention_v1.py)"
 _ROTARY_310P = "page of npu_rotary_mul: on that series halves of 128 entries only, in four dimensions"
+_A2_A3_LISTED = "its page lists Atlas A2 and A3, and neither lists nor denies this series (op-plugin)"
+_BF16_STATES = "page of npu_chunk_gated_delta_rule: states in float32 on the 950 alone"
+_NO_RECURRENT = "the page of npu_recurrent_gated_delta_rule lists Atlas A2 and A3 only"
+_NO_CONVOLUTION = "the page of npu_fused_causal_conv1d lists the 950 only"
 _ATTENTION = "fused attention reads K and V in ND there (page of npu_fused_infer_attention_score)"
 
 _A2_A3 = {
@@ -25,6 +29,11 @@ _A2_A3 = {
     "fused-infer": Feature(True, _LISTED),
     "rotary-ragged": Feature(True, _LISTED),
     "atb": Feature(True, "assumed: NNAL is installed beside CANN"),
+    "sinks": Feature(True, _LISTED),
+    "clipped-swiglu": Feature(True, _LISTED),
+    "recurrent-delta-rule": Feature(True, _LISTED),
+    "chunked-delta-rule-float32": Feature(False, _BF16_STATES),
+    "causal-conv1d": Feature(False, _NO_CONVOLUTION),
     "nz-cache": Feature(False, _ATTENTION),
     "nz-plain-weights": Feature(
         False, "ND is the default for plain weights; NZ is for quantized ones (vllm-ascend utils.py)"
@@ -41,6 +50,11 @@ SERIES: dict[str, dict[str, Feature]] = {
         "fused-infer": Feature(False, _NOT_310P),
         "rotary-ragged": Feature(False, _ROTARY_310P),
         "atb": Feature(True, "assumed: NNAL is installed beside CANN"),
+        "sinks": Feature(False, _NOT_310P),
+        "clipped-swiglu": Feature(False, _NOT_310P),
+        "recurrent-delta-rule": Feature(False, _NO_RECURRENT),
+        "chunked-delta-rule-float32": Feature(False, _BF16_STATES),
+        "causal-conv1d": Feature(False, _NO_CONVOLUTION),
         "nz-cache": Feature(True, _ATTENTION_310P),
         "nz-plain-weights": Feature(True, "weights are in NZ there (vllm-ascend hardware_profile.py, FORCE_NZ)"),
     },
@@ -54,6 +68,11 @@ SERIES: dict[str, dict[str, Feature]] = {
             True, "not in its page's list, but vllm-ascend calls it whatever the series (sfa_v1.py)"
         ),
         "atb": Feature(None, "no source that we read says so or denies it"),
+        "sinks": Feature(None, _A2_A3_LISTED),
+        "clipped-swiglu": Feature(None, _A2_A3_LISTED),
+        "recurrent-delta-rule": Feature(False, _NO_RECURRENT),
+        "chunked-delta-rule-float32": Feature(True, _LISTED),
+        "causal-conv1d": Feature(True, _LISTED),
         "nz-cache": Feature(False, _ATTENTION),
         "nz-plain-weights": Feature(
             False, "a tensor in NZ can neither be viewed nor sliced there (page of npu_format_cast)"
@@ -64,8 +83,10 @@ SERIES: dict[str, dict[str, Feature]] = {
 
 "fused-infer": the fused operators of inference (attention with a paged cache, cache writes, gating, dynamic
 quantization). "rotary-ragged": npu_rotary_mul takes `[T, H, D]`, both pairings and any even width
-below 896. "atb": ATB's operators, which need NNAL. "nz-cache": attention reads an NZ cache. "nz-plain-weights":
-plain weights are kept in NZ.
+below 896. "sinks": npu_fused_infer_attention_score_v2 with sinks. "clipped-swiglu", "causal-conv1d": the operators of
+these names. "recurrent-delta-rule": npu_recurrent_gated_delta_rule. "chunked-delta-rule-float32":
+npu_chunk_gated_delta_rule with states in float32. "atb": ATB's operators, which need NNAL. "nz-cache": attention reads
+an NZ cache. "nz-plain-weights": plain weights are kept in NZ.
 """
 
 

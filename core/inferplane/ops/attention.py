@@ -158,6 +158,7 @@ class Attention(Op, name="attention", hot=True):
             sample("scaled_prefill", g2, 4, [(20, 0), (13, 40)], "many", OTHER_SCALE),
             sample("sinks_decode", g2, 4, [(1, 5), (3, 90), (1, 0)], "few", sinks=placeholder(4)),
             sample("sinks_window", window, 6, [(60, 0), (15, 40)], "many", sinks=placeholder(6)),
+            sample("sinks_window_decode", window, 6, [(1, 300), (2, 12), (3, 160)], "few", sinks=placeholder(6)),
             # Scores of about 1 are far beyond these caps, so that a kernel without a cap fails.
             sample("softcap_decode", g1, 3, [(1, 40), (8, 127)], "few", softcap=0.5),
             sample("softcap_window", window, 4, [(33, 0), (9, 90)], "many", softcap=0.3),

@@ -11,7 +11,7 @@ import pytest
 
 from inferplane.models.registry import ARCHITECTURES
 from tests.vendors import profile
-from tests.vendors.configs import COMPOSED_ATTENTION, FAMILIES
+from tests.vendors.configs import FAMILIES
 from tests.vendors.models import errors_beside_cpu, tokens_beside_cpu
 from tests.vendors.profile import in_float32, in_vendor_dtypes
 
@@ -44,5 +44,5 @@ def float32_cases() -> Iterator[tuple[str, str, int]]:
 @in_float32
 @pytest.mark.parametrize(("family", "weights", "chunk"), list(float32_cases()), ids=str)
 def test_greedy_tokens_are_those_of_cpu(family, weights, chunk):
-    providers = ("torch_scores",) if family in COMPOSED_ATTENTION else VENDOR.attention(family)
+    providers = ("torch_scores",) if family in VENDOR.composed_attention else VENDOR.attention(family)
     tokens_beside_cpu(VENDOR.device, providers, family, weights, chunk)

@@ -60,20 +60,23 @@ def _hidden(mode: int, queries: int, keys: int, pre: int, after: int) -> torch.T
     return (j > i + after) | (j < i - pre) if mode == 4 else None
 
 
-def _softmax_v(q, k, v, hidden, scale):
-    """q [S, N, D], k [K, G, D], v [K, G, V]: float32 [S, N, V]."""
+def _softmax_v(q, k, v, hidden, scale, sink=None):
+    """q [S, N, D], k [K, G, D], v [K, G, V], sink [N]: float32 [S, N, V]."""
     group = q.shape[1] // k.shape[1]
     k, v = (t.float().repeat_interleave(group, 1) for t in (k, v))
     scores = torch.einsum("snd,knd->nsk", q.float(), k) * scale
     if hidden is not None:
         scores = scores.masked_fill(hidden, -torch.inf)
+    if sink is not None:  # a key of its own, without a value
+        column = sink.float()[:, None, None].expand(-1, q.shape[0], 1)
+        return torch.einsum("nsk,knv->snv", torch.cat((scores, column), -1).softmax(-1)[..., :-1], v)
     return torch.einsum("nsk,knv->snv", scores.softmax(-1), v)
 
 
 def _run_fused(
     query, key, value, *, atten_mask, actual_seq_lengths, actual_seq_lengths_kv, block_table, query_rope, key_rope,
     num_heads, scale, pre_tokens, next_tokens, input_layout, num_key_value_heads, sparse_mode, inner_precise,
-    block_size, softmax_lse_flag, **others,
+    block_size, softmax_lse_flag, learnable_sink=None, **others,
 ):  # fmt: skip
     chip.runs_on("npu_fused_infer_attention_score", *chip.A2_A3)
     chip.unused(**others, softmax_lse_flag=softmax_lse_flag, inner_precise=inner_precise)
@@ -104,7 +107,9 @@ def _run_fused(
         require(list(actual_seq_lengths_kv) == sorted(actual_seq_lengths_kv), "lengths of dense keys are cumulative")
         keys = [b - a for a, b in pairwise([0, *actual_seq_lengths_kv])]
         require(actual_seq_lengths_kv[-1] == key.shape[0], f"the last length of keys is {key.shape[0]} rows")
-    _check_dims(query, key, value, query_rope, key_rope, heads, kv_heads, input_layout, paged)
+    if learnable_sink is not None:
+        _check_sink(learnable_sink, query, heads, input_layout)
+    _check_dims(query, key, value, query_rope, key_rope, heads, kv_heads, input_layout, paged, learnable_sink)
     if sparse_mode in (2, 3, 4):
         _check_mask(atten_mask)
     else:
@@ -128,10 +133,18 @@ def _run_fused(
         else:
             require(sparse_mode != 0 or atten_mask is None, "a whole mask is emulated for single queries only")
             hidden = _hidden(sparse_mode, last - first, n, pre_tokens, next_tokens)
-        out[first:last] = _softmax_v(q[first:last], k, v, hidden, scale).to(out.dtype)
+        out[first:last] = _softmax_v(q[first:last], k, v, hidden, scale, learnable_sink).to(out.dtype)
         at += n
     out = out.transpose(0, 1).contiguous() if input_layout == "TND_NTD" else out
     return out if ragged else out.view(*query.shape[:2], *out.shape[1:])
+
+
+def _check_sink(sink, query, heads, layout) -> None:
+    """Its section: TND and NTD_TND, values of at most 128 entries, and neither quantization nor a shared prefix."""
+    require(layout == "TND", f"sinks are for TND, got {layout}")
+    require(query.shape[-1] <= 128, f"with sinks values have at most 128 entries, got {query.shape[-1]}")
+    chip.dtype("learnable_sink", sink, torch.bfloat16)
+    chip.shape("learnable_sink", sink, heads)
 
 
 def _query_starts(query, ragged, lengths) -> list[int]:
@@ -170,7 +183,7 @@ def _paged_lengths(lengths, batch, table, key, block_size, by_16, single) -> lis
     return list(lengths)
 
 
-def _check_dims(query, key, value, query_rope, key_rope, heads, kv_heads, layout, paged) -> None:
+def _check_dims(query, key, value, query_rope, key_rope, heads, kv_heads, layout, paged, sink) -> None:
     dim = query.shape[-1]
     if dim == 512 and query_rope is not None:
         require(heads in (1, 2, 4, 8, 16, 32, 64, 128), f"latent queries have a power of two of heads, got {heads}")
@@ -196,8 +209,9 @@ def _check_dims(query, key, value, query_rope, key_rope, heads, kv_heads, layout
         require(dim == v_dim == 128, f"with rope parts heads have 128 entries, got {dim} and {v_dim}")
         chip.shape("key_rope", key_rope, *key.shape[:-1], 64)
     elif layout == "TND":
+        # gpt-oss, with heads of 64 and sinks, is served in TND by vllm-ascend at 182b75ea, attention_v1.py.
         require(
-            (dim, v_dim) in ((128, 128), (192, 128), (192, 192)),
+            (dim, v_dim) in ((128, 128), (192, 128), (192, 192)) or (sink is not None and dim == v_dim == 64),
             f"TND takes heads of 128, or 192 with 128 or 192; got {dim} and {v_dim}",
         )
     else:
@@ -252,6 +266,22 @@ def fused_infer_attention_score_out(workspace, out, **call):
 def fused_infer_attention_score_workspace(**call):
     """Some bytes."""
     return torch.empty(64, dtype=torch.uint8)
+
+
+V1_NAMES = {
+    "actual_seq_qlen": "actual_seq_lengths",
+    "actual_seq_kvlen": "actual_seq_lengths_kv",
+    "num_query_heads": "num_heads",
+    "softmax_scale": "scale",
+    "return_softmax_lse": "softmax_lse_flag",
+}
+
+
+@emulates("npu::npu_fused_infer_attention_score_v2")
+def fused_infer_attention_score_v2(**call):
+    """The same under other names, on the series of its page; it has sinks too."""
+    chip.runs_on("npu_fused_infer_attention_score_v2", "910b", "910_93")
+    return _run_fused(**{V1_NAMES.get(name, name): value for name, value in call.items()}), make_open()
 
 
 @emulates("atb::npu_multi_head_latent_attention")

@@ -123,3 +123,18 @@ def format_cast(input, acl_format, customize_dtype, input_dtype):
     if acl_format == ACL_NZ:
         chip.put_in_nz(out)
     return out
+
+
+@emulates("npu::npu_clipped_swiglu")
+def clipped_swiglu(x, group_index, dim, alpha, limit, bias, interleaved):
+    """Of A, clamped from above, and B, clamped on both sides: `A sigmoid(alpha A) (B + bias)`."""
+    chip.runs_on("npu_clipped_swiglu", "910b", "910_93")
+    chip.unused(group_index=group_index)
+    chip.dtype("x", x, *chip.FLOATS)
+    chip.contiguous(x=x)
+    require(x.dim() > 1 and dim in (-1, x.dim() - 1), f"the last of several dimensions is emulated, got {dim}")
+    require(x.shape[-1] % 2 == 0, f"an even last dimension, got {list(x.shape)}")
+    h = x.float()
+    a, b = (h[..., ::2], h[..., 1::2]) if interleaved else h.chunk(2, -1)
+    a, b = a.clamp(max=limit), b.clamp(-limit, limit)
+    return (a * torch.sigmoid(alpha * a) * (b + bias)).to(x.dtype)

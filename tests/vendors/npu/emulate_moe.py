@@ -101,7 +101,7 @@ def grouped_matmul(
 ):  # fmt: skip
     """One x, one stack of weights, one result, groups along rows; plain, or with weights expanded within."""
     chip.runs_on("npu_grouped_matmul", *chip.EVERY)
-    chip.unused(bias=bias, scale=scale, offset=offset, per_token_scale=per_token_scale, act_type=act_type)
+    chip.unused(scale=scale, offset=offset, per_token_scale=per_token_scale, act_type=act_type)
     chip.unused(activation_input=activation_input, activation_quant_scale=activation_quant_scale)
     chip.unused(activation_quant_offset=activation_quant_offset, tuning_config=tuning_config, x_dtype=x_dtype)
     chip.unused(weight_dtype=weight_dtype, scale_dtype=scale_dtype, per_token_scale_dtype=per_token_scale_dtype)
@@ -124,6 +124,7 @@ def grouped_matmul(
     require(all(n >= 0 for n in counts) and sum(counts) == rows.shape[0], f"group_list adds up to {rows.shape[0]} rows")
     require(max(rows.shape[1], stack.shape[2]) < chip.INNER_LIMIT, "inner dimensions are below 65536")
     if stack.dtype in (torch.int8, torch.int32):
+        chip.unused(bias=bias)
         stack = _expand_rows(rows, stack, antiquant_scale, antiquant_offset)
     else:
         chip.unused(antiquant_scale=antiquant_scale, antiquant_offset=antiquant_offset)
@@ -131,7 +132,20 @@ def grouped_matmul(
         chip.same_dtype("x and weight", rows, stack)
     require(stack.shape[1] == rows.shape[1], f"weight [E, K, N] {list(stack.shape)} for rows of {rows.shape[1]}")
     parts = [part.float() @ w.float() for part, w in zip(rows.split(counts), stack)]
+    if bias is not None:
+        _check_bias(bias, rows, stack)
+        parts = [part + b.float() for part, b in zip(parts, bias[0])]
     return [torch.cat(parts).to(rows.dtype)]
+
+
+def _check_bias(bias, rows, stack) -> None:
+    """One for the one weight, `[E, N]`, as Huawei's recipe for gpt-oss passes it (cann-recipes-infer); its page, where
+    weights are a list, has one dimension. Its dtype by the page's table of dtypes.
+    """
+    require(len(bias) == 1, f"a bias for each weight, got {len(bias)}")
+    chip.shape("bias", bias[0], stack.shape[0], stack.shape[2])
+    want = torch.float32 if rows.dtype is torch.bfloat16 else rows.dtype
+    require(bias[0].dtype is want, f"bias is {want} beside {rows.dtype}, got {bias[0].dtype}")
 
 
 def _expand_rows(rows, stack, scale, offset) -> torch.Tensor:

@@ -9,10 +9,19 @@ from inferplane.plugin import Features, hookimpl
 from inferplane_npu.backend import NpuBackend
 from inferplane_npu.chips import features_of
 from tests.vendors.emulated import Emulated, emulator
-from tests.vendors.npu import chip, emulate_attention, emulate_basic, emulate_cache, emulate_moe, emulate_quant
+from tests.vendors.npu import (
+    chip,
+    emulate_attention,
+    emulate_basic,
+    emulate_cache,
+    emulate_moe,
+    emulate_quant,
+    emulate_recurrent,
+)
 
 INFERPLANE_API = (1, 0)
-EMULATOR = emulator(Path(__file__).parent, emulate_basic, emulate_attention, emulate_cache, emulate_moe, emulate_quant)
+PARTS = (emulate_basic, emulate_attention, emulate_cache, emulate_moe, emulate_quant, emulate_recurrent)
+EMULATOR = emulator(Path(__file__).parent, *PARTS)
 
 
 class EmulatedNpu(Emulated, NpuBackend):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 
 from inferplane_npu import graphs, kvcache
-from inferplane_npu.kernels import attention, basic, mla, moe, quant
+from inferplane_npu.kernels import attention, basic, mla, moe, quant, recurrent
 from inferplane_npu.kvcache import NpuKV
 from tests.vendors.mistakes import Mistake, at, by, swap, with_
 from tests.vendors.npu import chip
 
+SINKS = "npu_fused_infer_attention_score_v2"
+TOKENS, CHUNKS, CONVOLUTION = "npu_recurrent_gated_delta_rule", "npu_chunk_gated_delta_rule", "npu_fused_causal_conv1d"
 FUSED, SCATTER, GROUPED = "npu_fused_infer_attention_score", "npu_scatter_pa_kv_cache", "npu_grouped_matmul"
 
 
@@ -58,6 +60,7 @@ def columns_first(real, rows, weights, **kwargs):
 RAGGED, BY_SEQUENCE = "torch_npu:attention_ragged", "torch_npu:attention_by_sequence"
 ATTENTION, GRAPHS, CACHE = (attention, "npu"), (graphs, "npu"), (kvcache, "npu")
 ROWS, LATENT, EXPERTS, PRODUCTS = (basic, "npu"), (mla, "npu"), (moe, "npu"), (quant, "npu")
+RECURRENCES = (recurrent, "npu")
 MISTAKES = {
     "910b": [
         Mistake("the default cache mode, which is NZ", ATTENTION, SCATTER, with_(cache_mode=None),
@@ -107,6 +110,20 @@ MISTAKES = {
         Mistake("cosines and sines exchanged", ROWS, "npu_rotary_mul", swap(1, 2), "torch_npu:rope", "half", ""),
         Mistake("the default pairs, which are halves", ROWS, "npu_rotary_mul",
                 lambda real, x, c, s, mode: real(x, c, s), "torch_npu:rope_interleaved", "interleaved", ""),
+        Mistake("sinks forgotten", ATTENTION, SINKS, with_(learnable_sink=None), "torch_npu:attention_with_sinks",
+                "sinks_decode", "TND takes heads of 128"),
+        Mistake("a window one token too wide, with sinks", ATTENTION, SINKS, wider_window,
+                "torch_npu:attention_with_sinks", "sinks_window", ""),
+        Mistake("gates and ups in halves", EXPERTS, "npu_clipped_swiglu", with_(interleaved=False),
+                "torch_npu:clamped_experts", "t13", ""),
+        Mistake("a clamp without the 1 that is added", EXPERTS, "npu_clipped_swiglu", with_(bias=0.0),
+                "torch_npu:clamped_experts", "t13", ""),
+        Mistake("biases in bfloat16", EXPERTS, GROUPED, by(bias=lambda b: [b[0].bfloat16()]),
+                "torch_npu:clamped_experts", "t13", "bias is torch.float32"),
+        Mistake("one state for all tokens", RECURRENCES, TOKENS, by(ssm_state_indices=lambda i: i * 0),
+                "torch_npu:gated_delta_rule_bf16", "d128_decode", ""),
+        Mistake("what remains of a state, not its logarithm", RECURRENCES, TOKENS, by(g=lambda g: g.exp()),
+                "torch_npu:gated_delta_rule_bf16", "d128_decode", ""),
         Mistake("gate and up exchanged", ROWS, "npu_swiglu", swap_halves, "torch_npu:silu_mul", "t3_i64", ""),
         Mistake("padding that reaches the operator", (NpuKV, "real"), None, lambda kv, slots: slots,
                 "torch_npu:kv_write", "decode", "lies in [0, "),
@@ -122,6 +139,16 @@ MISTAKES = {
     "950": [
         Mistake("activations in int8 beside weights in FP8", PRODUCTS, "npu_dynamic_quant", with_(dst_type=None),
                 "torch_npu:linear_fp8", "fp8_row_act", "x1 and x2 are int8"),
+        Mistake("states of keys by values", RECURRENCES, CHUNKS, by(initial_state=lambda s: s.mT.contiguous()),
+                "torch_npu:gated_delta_rule", "d128", ""),
+        Mistake("taps by channels", RECURRENCES, CONVOLUTION, at(1, lambda w: w.t().contiguous()),
+                "torch_npu:causal_conv1d", "c128_mixed", "weight has shape"),
+        Mistake("states without spare rows", RECURRENCES, CONVOLUTION, at(2, lambda s: s[:, -2:].contiguous()),
+                "torch_npu:causal_conv1d", "c128_decode", "states of more than"),
+        Mistake("a copy written over, not the input", RECURRENCES, f"{CONVOLUTION}_v2",
+                at(0, lambda x: x.clone()), "torch_npu:short_conv", "c128_mixed", ""),
+        Mistake("no count of the tokens before", RECURRENCES, CONVOLUTION, by(num_computed_tokens=lambda n: n * 0),
+                "torch_npu:causal_conv1d", "c128_mixed", ""),
         Mistake("no output dtype, in FP8", PRODUCTS, "npu_quant_matmul", with_(output_dtype=None),
                 "torch_npu:linear_fp8", "fp8_row_act", "not torch.int8"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.vendors.configs import LATENT
+from tests.vendors.configs import COMPOSED_ATTENTION, LATENT, OWN_ATTENTION
 from tests.vendors.npu import chip
 from tests.vendors.profile import DRAFTS, Profile
 
@@ -20,10 +20,14 @@ class Npu(Profile):
     device = "npu"
     sources = "backends/npu/inferplane_npu"
     dtype = chip.DTYPE
+    composed_attention = ("gemma2",) if chip.ARCH == "910b" else COMPOSED_ATTENTION
+    engine_families = (*OWN_ATTENTION, "gpt_oss") if chip.ARCH == "910b" else OWN_ATTENTION
     speculative = {"plain": None, "drafts": DRAFTS}
 
     def models(self) -> Iterator[tuple[str, str, str]]:
-        return iter(()) if chip.ARCH == "950" else super().models()  # the 910b's kernels, but for FP8
+        if chip.ARCH == "950":  # the 910b's kernels, but for FP8, convolutions, and recurrences of prompts
+            return ((family, "plain", "ragged") for family in ("lfm2", "qwen3_5"))
+        return super().models()
 
     def attention(self, family: str) -> tuple[str, ...]:
         return ("torch_npu", "atb")

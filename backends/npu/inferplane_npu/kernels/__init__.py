@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from inferplane.kernels.composed import composed_kernels
 from inferplane.plugin import Kernel
-from inferplane_npu.kernels import attention, basic, mla, moe, quant
+from inferplane_npu.kernels import attention, basic, mla, moe, quant, recurrent
 
 
 def kernels() -> list[Kernel]:
@@ -15,5 +15,6 @@ def kernels() -> list[Kernel]:
         *attention.KERNELS,
         *mla.KERNELS,
         *moe.KERNELS,
+        *recurrent.KERNELS,
         *composed_kernels(),
     ]

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import functools
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from inferplane.kernels.fused.needs import declare_fused
-from inferplane.plugin import Batch, Kernels
+from inferplane.plugin import Batch, Kernels, KVRequest
 from inferplane_npu.graphs import attend
 from inferplane_npu.kernels.when import RANK_ALTERNATIVE, OnNpu
 from inferplane_npu.kvcache import BLOCK_TOKENS, ND_128, NZ_128, NpuKV
@@ -61,6 +62,10 @@ def _has_ragged_dims(op: Any) -> bool:
 
 def _has_equal_dims(op: Any) -> bool:
     return op.kv.dim == op.kv.v_dim and op.kv.dim % 16 == 0 and op.kv.dim <= 512
+
+
+def _has_narrow_heads(op: Any) -> bool:
+    return op.kv.dim == op.kv.v_dim and op.kv.dim in (64, 128)
 
 
 HEADS = ("at most 256 heads, 64 to a KV head", _has_few_heads)
@@ -132,6 +137,63 @@ def attention_by_sequence(view: Any, q: torch.Tensor, batch: Batch, kv: NpuKV) -
         else:
             out[a:b] = _attend_several(view, q[a:b], n, table, kv)
     return out
+
+
+@fused(
+    "attention",
+    HEADS,
+    ("sinks, and no soft cap", lambda op: op.sinks is not None and op.softcap is None),
+    ("heads of 64 or 128 entries", _has_narrow_heads),
+    dtypes=(torch.bfloat16,),
+    kv_layouts=(ND_128,),
+    features=("fused-infer", "sinks"),
+    when=partial(OnNpu, extensions=("attention.sinks",)),
+    capture_safe=False,
+    needs_host_lens=True,
+)
+def attention_with_sinks(view: Any, q: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
+    """npu_fused_infer_attention_score_v2 with a sink a head: all sequences in one call, in the layout TND, the only one
+    that takes sinks. A window is its band mode.
+
+    Its page names heads of 128 entries in TND; gpt-oss, with 64, is served so by vllm-ascend (attention_v1.py) and by
+    Huawei's recipe (cann-recipes-infer, models/gpt-oss).
+    """
+    window = view.kv.window
+    lens, table, band = key_lens(batch), batch.block_tables, {}
+    if window is not None:
+        lens, table = batch.once(("inferplane_npu.band", view.kv), _skip_before_window, view.kv, batch)
+        band = {"pre_tokens": window - 1, "next_tokens": 0}
+    k, v = kv.flat()
+    return npu.npu_fused_infer_attention_score_v2(
+        q,
+        k,
+        v,
+        atten_mask=causal_mask(q.device),
+        actual_seq_qlen=list(batch.lens().query_start[1:]),
+        actual_seq_kvlen=lens,
+        block_table=table,
+        learnable_sink=view.sinks,
+        num_query_heads=view.heads,
+        num_key_value_heads=view.kv.heads,
+        softmax_scale=view.scale,
+        input_layout="TND",
+        sparse_mode=RIGHT_DOWN_CAUSAL if window is None else BAND,
+        block_size=BLOCK_TOKENS,
+        **band,
+    )[0]
+
+
+def _skip_before_window(kv: KVRequest, batch: Batch) -> tuple[list[int], torch.Tensor]:
+    """Lengths and block tables without the blocks before each sequence's windows, which may hold anything."""
+    lens = batch.lens()
+    queries = [b - a for a, b in pairwise(lens.query_start)]
+    skipped = [kv.blocks_before_window(m, n, BLOCK_TOKENS) for m, n in zip(queries, lens.seq_lens)]
+    tables = batch.block_tables
+    if any(skipped):
+        width = torch.arange(tables.shape[1], device=tables.device)
+        place = torch.tensor(skipped, device=tables.device)[:, None] + width
+        tables = tables.gather(1, place.clamp(max=tables.shape[1] - 1))
+    return [n - s * BLOCK_TOKENS for n, s in zip(key_lens(batch), skipped)], tables
 
 
 def _attend_several(view: Any, q: torch.Tensor, seq_len: int, table: torch.Tensor, kv: NpuKV) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Mixture of experts: gating, sorting by expert, grouped products, weighted sum, each one call.
 
-Source: pages of npu_moe_gating_top_k, npu_moe_gating_top_k_softmax, npu_moe_init_routing_v2 and npu_grouped_matmul in
-Ascend/op-plugin at 517f2e7d; npu_moe_token_unpermute as in its test there; the order of calls as in vllm-ascend at
-182b75ea, ops/fused_moe/moe_mlp.py and token_dispatcher.py.
+Source: pages of npu_moe_gating_top_k, npu_moe_gating_top_k_softmax, npu_moe_init_routing_v2, npu_grouped_matmul and
+npu_clipped_swiglu in Ascend/op-plugin at 517f2e7d; npu_moe_token_unpermute as in its test there; the order of calls as
+in vllm-ascend at 182b75ea, ops/fused_moe/moe_mlp.py and token_dispatcher.py.
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ def _sort_pairs(experts: int, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch
     return rows, places, counts
 
 
-def _multiply_groups(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, **quantized: Any) -> torch.Tensor:
+def _multiply_groups(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, **more: Any) -> torch.Tensor:
     return npu.npu_grouped_matmul(
-        [rows], [weight], group_list=counts, split_item=ONE_RESULT, group_type=ROWS, group_list_type=COUNTS, **quantized
+        [rows], [weight], group_list=counts, split_item=ONE_RESULT, group_type=ROWS, group_list_type=COUNTS, **more
     )[0]
 
 
@@ -131,6 +131,31 @@ def _run_quantized_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, id
     rows, places, counts = _sort_pairs(view.gate_up.data.shape[0], x, ids)
     h = npu.npu_swiglu(product(rows, view.gate_up))
     return npu.npu_moe_token_unpermute(product(h, view.down), places, weights.to(x.dtype))
+
+
+GROUP_VECTORS = Packing("torch_npu.group_bias", lambda b: b.float() if b.dtype is torch.bfloat16 else b.contiguous())
+"""`[E, N]`: beside bfloat16 the grouped product takes biases in float32."""
+
+
+@fused(
+    "clamped_experts",
+    SIZES,
+    ALL_EXPERTS_LOCAL,
+    dtypes=FLOATS,
+    features=("fused-infer", "clipped-swiglu"),
+    packs={"gate_up": COLUMNS, "down": COLUMNS, "gate_up_bias": GROUP_VECTORS, "down_bias": GROUP_VECTORS},
+)
+def clamped_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """As `moe_experts`, with biases, and npu_clipped_swiglu in its form for gpt-oss, whose columns alternate.
+
+    The page of npu_grouped_matmul has a bias of one dimension for each of several weights; Huawei's recipe for gpt-oss
+    passes `[E, N]` beside one weight (cann-recipes-infer, models/gpt-oss), and so does this.
+    """
+    rows, places, counts = _sort_pairs(view.gate_up.shape[0], x, ids)
+    h = _multiply_groups(rows, view.gate_up, counts, bias=[view.gate_up_bias])
+    h = npu.npu_clipped_swiglu(h, alpha=view.alpha, limit=view.limit, bias=1.0, interleaved=True)
+    bias = {} if view.down_bias is None else {"bias": [view.down_bias]}
+    return npu.npu_moe_token_unpermute(_multiply_groups(h, view.down, counts, **bias), places, weights.to(x.dtype))
 
 
 @fused(

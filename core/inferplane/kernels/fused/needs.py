@@ -27,7 +27,7 @@ def declare_fused(
     formats: tuple[str, ...] = (PLAIN,),
     kv_layouts: tuple[str, ...] = (),
     features: tuple[str, ...] = (),
-    when: type[When] = When,
+    when: Callable[..., When] = When,
     **options: Any,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A decorator that declares a function as a kernel; a module binds what its kernels share with `functools.partial`.
@@ -37,7 +37,7 @@ def declare_fused(
         op: the op's name.
         needs, dtypes, formats, kv_layouts, features: fields of `When`.
         provider: the kernel's provider.
-        when: the class of its conditions.
+        when: makes its conditions: a class, or one with further fields bound by `functools.partial`.
         options: other fields of `Kernel`; unless they say otherwise, it has `RANK_FUSED` and is capture safe.
     """
     conditions = when(dtypes, formats, kv_layouts, features=features, needs=needs)

@@ -69,7 +69,8 @@ class CausalConv1d(Op, name="causal_conv1d"):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Decode, first tokens, drafts, prompts and mixtures; kernels of 3 and 4; with and without bias and silu."""
+        """Decode, first tokens, drafts, prompts and mixtures; kernels of 3 and 4; with and without bias and silu; whole
+        128s of channels."""
 
         def sample(
             label: str, sequences: Sequences, channels: int, size: int, *, bias: bool = False, silu: bool = True
@@ -89,4 +90,6 @@ class CausalConv1d(Op, name="causal_conv1d"):
             sample("prompts", [(33, 0), (9, 64)], 96, 4, bias=True),
             sample("mixed", [(1, 7), (2, 0), (70, 0), (19, 3)], 40, 3, silu=False),
             sample("bias_without_silu", [(1, 1), (12, 1)], 32, 3, bias=True, silu=False),
+            sample("c128_decode", [(1, 3), (4, 0), (2, 70)], 128, 3, silu=False),
+            sample("c128_mixed", [(1, 5), (3, 0), (21, 0), (9, 1)], 128, 3, silu=False),
         ]

@@ -135,6 +135,7 @@ class GatedDeltaRule(Op, name="gated_delta_rule", hot=True):
             sample("cut_prompts", [(9, 60), (64, 64), (130, 63)], (1, 3), (16, 16)),
             sample("mixed", [(1, 100), (2, 0), (40, 0), (11, 60)], (2, 4), (32, 32)),
             sample("d128", [(1, 3), (66, 1)], (1, 2), (128, 128)),
+            sample("d128_decode", [(1, 9), (1, 0), (3, 70)], (1, 2), (128, 128)),
         ]
 
 

@@ -256,15 +256,20 @@ class ShortConv(Op, name="short_conv"):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Decode and mixed steps, with and without biases."""
+        """Decode and mixed steps, with and without biases; whole 128s of channels."""
 
-        def sample(label: str, sequences: Sequences, *, bias: bool) -> Sample:
+        def sample(label: str, sequences: Sequences, *, bias: bool = False, channels: int = 48) -> Sample:
             at = lambda n: placeholder(n) if bias else None  # noqa: E731
-            conv = CausalConv1d(placeholder(48, 3), at(48), silu=False)
-            op = ShortConv(Linear(placeholder(144, 48), at(144)), conv, Linear(placeholder(48, 48), at(48)))
-            return _sample(label, op, sequences)
+            conv = CausalConv1d(placeholder(channels, 3), at(channels), silu=False)
+            proj, o = (Linear(placeholder(n * channels, channels), at(n * channels)) for n in (3, 1))
+            return _sample(label, ShortConv(proj, conv, o), sequences)
 
-        return [sample("decode", DECODE, bias=False), sample("mixed", MIXED, bias=True)]
+        return [
+            sample("decode", DECODE),
+            sample("mixed", MIXED, bias=True),
+            sample("c128_decode", DECODE, channels=128),
+            sample("c128_mixed", MIXED, channels=128),
+        ]
 
 
 def _list_inputs(conv: CausalConv1d) -> StateTensor:
