@@ -1,8 +1,14 @@
-"""What each rank runs: `torchrun ... tests/e2e/sharing.py MODEL OUT`. Rank 0 writes logits, tokens and bytes."""
+"""What each rank runs: `torchrun ... tests/e2e/sharing.py MODEL OUT`. Rank 0 writes logits, tokens and bytes.
+
+`share` runs it without torchrun, whose process and two more would each import torch.
+"""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import socket
 import sys
 from pathlib import Path
 
@@ -32,6 +38,31 @@ def main(model: str, out: str, options: str = "{}") -> None:
         found["again"] = answers(llm)["tokens"]
         found["accepted"] = llm.engine.metrics.counters["spec_decode_num_accepted_tokens_total"]
     torch.save(found, Path(out))
+
+
+def run_rank(rank: int, port: int, words: tuple[str, ...]) -> None:
+    """Run `main` as one of two ranks, with the variables that torchrun sets."""
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in places.items()})
+    main(*words)
+
+
+def share(*words: object, seconds: float) -> None:
+    """Run `main` on two ranks, forked from a process that has imported torch and Inferplane once for all tests."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "inferplane.engine"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [context.Process(target=run_rank, args=(i, port, tuple(map(str, words)))) for i in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(seconds)
+    codes = [rank.exitcode for rank in ranks]
+    for rank in ranks:
+        rank.kill()
+    assert codes == [0, 0], f"exit codes of the ranks, None if one hangs: {codes}"
 
 
 if __name__ == "__main__":

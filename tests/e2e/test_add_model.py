@@ -63,7 +63,7 @@ def test_the_page_is_enough(tmp_path):
     """Its constructor, put into one new file, runs a model with those layers as transformers does."""
     page = (REPOSITORY / "docs" / "adding-a-model.md").read_text()
     code = re.search(r"```python \S+/family\.py\n(.*?)```", page, re.DOTALL)[1]
-    core = shutil.copytree(CORE, tmp_path / "core" / "inferplane", ignore=shutil.ignore_patterns("demo", "__pycache__"))
+    core = shutil.copytree(CORE, tmp_path / "core" / "inferplane", ignore=shutil.ignore_patterns("demo", "*-pytest-*"))
     (core / "models" / "families" / "family.py").write_text(code)
     folder, out = tmp_path / "model", tmp_path / "logits"
     model = make("qwen2", "tied", folder)  # layers with biases on q, k and v

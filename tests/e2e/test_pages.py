@@ -24,9 +24,11 @@ def follow(reader: Reader, text: str, *, leave_out: str = "") -> int:
 
 @pytest.fixture
 def clone(tmp_path):
-    """A reader in a copy of the source tree, whose packages come first."""
+    """A reader in a copy of the source tree, whose packages come first. What is compiled is copied, too: the reader's
+    processes write no bytecode.
+    """
     tree = tmp_path / "clone"
-    ignored = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.egg-info")
+    ignored = shutil.ignore_patterns("*-pytest-*", "*.safetensors", "*.egg-info")
     for name in ("core", "tests"):
         shutil.copytree(REPOSITORY / name, tree / name, ignore=ignored)
     shutil.copy(REPOSITORY / "pyproject.toml", tree)

@@ -11,7 +11,17 @@ from inferplane import LLM, SamplingParams
 from inferplane.binding import view_of
 from inferplane.errors import CapacityError
 from tests.e2e.mixtures import ragged
-from tests.e2e.tiny_models import DEEPSEEK, FAMILIES, LLAMA, config_of, logits_of, make, prompts, random_model
+from tests.e2e.tiny_models import (
+    DEEPSEEK,
+    FAMILIES,
+    LLAMA,
+    config_of,
+    greedy_tokens,
+    logits_of,
+    make,
+    prompts,
+    random_model,
+)
 
 CASES = [*(f"llama-{c}" for c in LLAMA), *(f"deepseek-{c}" for c in DEEPSEEK)]
 NEWER = [f"{family}-{case}" for family, (_, _, cases) in FAMILIES.items() for case in cases]
@@ -35,12 +45,19 @@ def pair(request, tmp_path_factory):
         yield model, llm
 
 
-@pytest.mark.parametrize("chunk_tokens", [1000, 7, 1])
-def test_prompts_cut_in_any_way(pair, chunk_tokens):
+@pytest.fixture(scope="module")
+def whole(pair):
+    """Prompts, and transformers' logits after each of their tokens."""
     model, llm = pair
     many = prompts(llm.engine.vocab, (101, 37, 1))
-    for ids, got in zip(many, llm.logits(many, chunk_tokens=chunk_tokens)):
-        assert error(got, logits_of(model, ids)) <= FLOAT32
+    return many, [logits_of(model, ids) for ids in many]
+
+
+@pytest.mark.parametrize("chunk_tokens", [1000, 7, 1])
+def test_prompts_cut_in_any_way(pair, whole, chunk_tokens):
+    many, wanted = whole
+    for got, want in zip(pair[1].logits(many, chunk_tokens=chunk_tokens), wanted, strict=True):
+        assert error(got, want) <= FLOAT32
 
 
 def test_ragged_mixtures(pair):
@@ -59,9 +76,7 @@ def test_greedy_tokens(pair):
     many = prompts(llm.engine.vocab, (5, 1, 70, 17, 29), seed=3)
     results = llm.generate(many, SamplingParams(max_tokens=64, temperature=0))
     for ids, result in zip(many, results):
-        asked = torch.tensor([ids])
-        want = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=64, do_sample=False)
-        assert result.token_ids == want[0, len(ids) :].tolist() and len(result.token_ids) == 64
+        assert result.token_ids == greedy_tokens(model, ids, result.token_ids) and len(result.token_ids) == 64
         assert result.finish_reason == "length" and result.text == ""
     assert llm.engine.allocator.used == 0
 
@@ -71,8 +86,6 @@ def test_a_window_takes_the_blocks_of_a_window(enable_prefix_caching, tmp_path):
     """300 tokens and 64 more in a cache of 96; blocks before the window are used again and again."""
     model = make("mistral", "window", tmp_path)
     ids, other = prompts(model.config.vocab_size, (300, 130), seed=4)
-    asked = torch.tensor([ids])
-    want = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=64, do_sample=False)
     settings = {
         "device": "cpu",
         "dtype": "float32",
@@ -87,7 +100,8 @@ def test_a_window_takes_the_blocks_of_a_window(enable_prefix_caching, tmp_path):
         params = SamplingParams(max_tokens=64, temperature=0)
         both = llm.generate([ids, other], params)
         again = llm.generate([other, ids], params)
-        assert both[0].token_ids == again[1].token_ids == want[0, 300:].tolist()
+        assert both[0].token_ids == again[1].token_ids == greedy_tokens(model, ids, both[0].token_ids)
+        assert len(both[0].token_ids) == 64
         assert both[1].token_ids == again[0].token_ids
         assert llm.engine.allocator.used == 0
     with (

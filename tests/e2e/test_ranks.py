@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from inferplane import LLM
+from inferplane.cli import main
 from inferplane.models import Build, Config, build
 from inferplane.types import Placement
 from tests.e2e.drafters import noisy_copy
 from tests.e2e.processes import heeding_ctrl_c, kill, wait_for_output
-from tests.e2e.sharing import answers
+from tests.e2e.sharing import answers, share
 from tests.e2e.tiny_models import make
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +69,7 @@ def test_two_ranks_answer_as_one(case, tmp_path):
     make(*case.split("-"), tmp_path / "model")
     with LLM(tmp_path / "model", device="cpu", dtype="float32", max_num_seqs=3, max_num_batched_tokens=48) as llm:
         want, whole = answers(llm), llm.runner.loaded.nbytes
-    done(torchrun("tests/e2e/sharing.py", tmp_path / "model", tmp_path / "out"))
+    share(tmp_path / "model", tmp_path / "out", seconds=SECONDS)
     got = torch.load(tmp_path / "out")
     same(got, want)
     one, *both = (
@@ -100,21 +101,19 @@ def test_a_draft_model_of_rank_0_alone(tmp_path):
         "model": str(tmp_path / "draft"),
     }
     words = (tmp_path / "model", tmp_path / "out", json.dumps({"speculative_config": drafting}))
-    done(torchrun("tests/e2e/sharing.py", *words))
+    share(*words, seconds=SECONDS)
     got = torch.load(tmp_path / "out")
     same(got, want)
     assert got["bytes"][0] == got["bytes"][1], "of the model alone"
     assert got["accepted"] > 50, "drafts stood"
 
 
-def test_the_command_line(tmp_path):
+def test_the_command_line(capsys, monkeypatch):
     words = ("generate", "demo", "--device", "cpu", "-p", "def main():", "--max-tokens", "24", "--temperature", "0")
-    alone = subprocess.run(
-        [sys.executable, "-m", "inferplane", *words], cwd=ROOT, capture_output=True, text=True, check=True,
-        timeout=SECONDS,
-    )  # fmt: skip
     out, err = done(torchrun("-m", "inferplane", *words))
-    assert out == alone.stdout and out.strip()
+    monkeypatch.setattr(main, "prepare", lambda environment: None)
+    assert main.main([*words]) == 0
+    assert out == capsys.readouterr().out and out.strip()
     assert err.count("tokens/s") <= 1
 
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from inferplane import LLM, SamplingParams
 from tests.e2e import toy
 from tests.e2e.suite import conformance, environment, told
 from tests.e2e.tiny_models import make, prompts
@@ -42,6 +43,15 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def wanted(model):
+    """What the cpu device makes of some prompts, as `USE` runs them."""
+    many = prompts(160, (40, 7, 1))
+    with LLM(model[0], device="cpu", dtype="float32", max_num_seqs=4, kv_cache_bytes=1 << 22) as llm:
+        results = llm.generate(many, SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True))
+    return many, [result.token_ids for result in results]
+
+
+@pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """The python of an environment where the wheel is installed."""
     folder = tmp_path_factory.mktemp("toy")
@@ -65,8 +75,8 @@ def clean() -> dict[str, str]:
     return env
 
 
-def use(python, folder, device: str, many: list[list[int]]) -> dict:
-    out = toy.run([str(python), "-c", USE, str(folder), device, json.dumps(many)], clean(), cwd=folder)
+def use(python, folder, many: list[list[int]]) -> dict:
+    out = toy.run([str(python), "-c", USE, str(folder), "toy", json.dumps(many)], clean(), cwd=folder)
     return json.loads(out.rpartition("REPORT ")[2])
 
 
@@ -74,11 +84,10 @@ def site(plan: dict, op: str) -> dict:
     return next(s for s in plan["sites"] if s["op"] == op)
 
 
-def test_generates_the_cpu_devices_tokens(installed, model):
-    folder, _ = model
-    many = prompts(160, (40, 7, 1))
-    ours, theirs = (use(installed, folder, device, many) for device in ("toy", "cpu"))
-    assert ours["tokens"] == theirs["tokens"]
+def test_generates_the_cpu_devices_tokens(installed, model, wanted):
+    many, theirs = wanted
+    ours = use(installed, model[0], many)
+    assert ours["tokens"] == theirs
     assert all(len(tokens) == 24 for tokens in ours["tokens"])
     assert not [w for w in ours["warnings"] if "wrong results" in w]
     plan = ours["plan"]
@@ -94,7 +103,7 @@ def test_passes_conformance(installed, tmp_path):
     assert "toy, served by inferplane-toy 0.1.0: " in done.stdout
 
 
-def test_a_fault_is_found_and_demoted(broken, model, tmp_path):
+def test_a_fault_is_found_and_demoted(broken, model, wanted, tmp_path):
     """Conformance fails and says in which case; the canary keeps the kernel away, and the tokens are right."""
     done = conformance("toy", "-k", "ops or attention", cwd=tmp_path, env=clean(), python=str(broken))
     assert done.returncode == 1, told(done)
@@ -102,10 +111,9 @@ def test_a_fault_is_found_and_demoted(broken, model, tmp_path):
     assert "ops/attention/toy:attention/decode/float32/toy_32" in done.stdout
     assert "toy:linear does not compute" not in done.stdout
 
-    folder, _ = model
-    many = prompts(160, (40, 7, 1))
-    ours, theirs = (use(broken, folder, device, many) for device in ("toy", "cpu"))
-    assert ours["tokens"] == theirs["tokens"]
+    many, theirs = wanted
+    ours = use(broken, model[0], many)
+    assert ours["tokens"] == theirs
     assert [w for w in ours["warnings"] if w.startswith("Kernel toy:attention for op 'attention'")]
     attention = site(ours["plan"], "attention")
     assert attention["chosen"]["kernel"] == "reference"

@@ -264,3 +264,10 @@ def logits_of(model: Any, ids: list[int]) -> torch.Tensor:
     """transformers' logits after every token, float32 `[tokens, vocab]`."""
     with torch.no_grad():
         return model(torch.tensor([ids])).logits[0].float()
+
+
+def greedy_tokens(model: Any, ids: list[int], tokens: list[int]) -> list[int]:
+    """transformers' choices after a prompt and each of these tokens but the last: they are its greedy text exactly if
+    this returns them.
+    """
+    return logits_of(model, [*ids, *tokens])[len(ids) - 1 : -1].argmax(-1).tolist()
