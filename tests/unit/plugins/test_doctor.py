@@ -86,7 +86,7 @@ def test_devices_are_opened_only_when_asked(wheels):
     assert opened in source
     wheels.install("acme", "1", {"toy": "fake_toy"}, fake_toy=source)
     assert len(lines(doctor(wheels.discover()), "device toy")) == 1
-    report = doctor(wheels.discover(), open_devices=True)
+    report = doctor(wheels.discover("-homely"), open_devices=True)
     assert "Toy 9, toy9" in lines(report, "device toy")[1].detail
     sour = lines(report, "device sour")[1]
     assert (sour.status, "cannot be opened" in sour.detail) == ("fail", True)

@@ -7,11 +7,13 @@ import json
 import logging
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inferplane.dialogue.renderer import Renderer
 from inferplane.engine.request.text import Detokenizer, Tokenizer, end_ids
 from inferplane.errors import CheckpointError, InferplaneWarning, UsageError
 from tests.e2e.tiny_tokenizers import CHAT, byte_level, metaspace, save
@@ -349,8 +351,10 @@ LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% end
         ("{% for %}", "its process ended"),
     ],
 )
-def test_chat_with_a_template_that_does_harm(tmp_path, template, said):
+def test_chat_with_a_template_that_does_harm(tmp_path, template, said, monkeypatch):
     """It has limits, as in the server. Kind of advisory: a checkpoint's template stalls its host."""
+    if said == "takes longer than":
+        monkeypatch.setattr("inferplane.dialogue.template.Renderer", partial(Renderer, render_s=0.5))
     save(byte_level(), tmp_path, chat_template=template)
     tokenizer = Tokenizer(tmp_path)
     for _ in range(2):
