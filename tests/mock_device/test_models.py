@@ -112,13 +112,13 @@ def test_a_second_copy_is_refused(mock, monkeypatch):
 @pytest.mark.parametrize(
     ("device", "selection"),
     [
-        ("mock:layer", "not two_layers and not bfloat16"),
         ("mock:norm", "not two_layers and not kvcache and not float32"),
         ("mock:block", "not two_layers and not kvcache and not bfloat16"),
         ("mock:decode", "not two_layers and not kvcache and not bfloat16"),
     ],
 )
 def test_conformance(device, selection, mock, tmp_path):
+    """`make test` runs the whole suite on mock:layer."""
     done = conformance(device, "-k", selection, cwd=tmp_path, env=environment(PLUGIN))
     assert done.returncode == 0, told(done)
     assert " passed" in done.stdout and "failed" not in done.stdout
