@@ -59,13 +59,17 @@ def check_heads(positions: torch.Tensor, table: torch.Tensor, head_size: int, he
         require(t.shape[1] % head_size == 0, f"{name} holds whole heads of {head_size}, got {t.shape[1]}")
 
 
-def softmax_v(q, k, v, hidden, scale):
-    """q [S, N, D], k [K, G, D], v [K, G, V]: float32 [S, N, V]; a query that sees nothing gives zeros."""
+def softmax_v(q, k, v, hidden, scale, sinks=None):
+    """q [S, N, D], k [K, G, D], v [K, G, V]: float32 [S, N, V]; a query that sees nothing gives zeros. Sinks [N] are
+    scores of a key more, without a value.
+    """
     group = q.shape[1] // k.shape[1]
     k, v = (t.float().repeat_interleave(group, 1) for t in (k, v))
     scores = torch.einsum("snd,knd->nsk", q.float(), k) * scale
     scores = scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
-    return torch.einsum("nsk,knv->snv", scores.softmax(-1).nan_to_num(0.0), v)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, q.shape[0], 1)), -1)
+    return torch.einsum("nsk,knv->snv", scores.softmax(-1).nan_to_num(0.0)[..., : k.shape[0]], v)
 
 
 def latent_tokens(q, cache, block_table, lengths, width, scale):

@@ -45,21 +45,23 @@ def schemas(library: bytes | mmap.mmap) -> list[str]:
 
 
 def attention(library: bytes | mmap.mmap) -> dict[str, list[list[Any]]]:
-    """Kernels without sinks and sums of scores: (head size, blocks, causal, window) for many query tokens; (query heads
-    a tile, head size, tokens a block, window) for single ones, whose mask the operator always leaves out.
+    """Kernels without sums of scores: (head size, blocks, causal, window) for many query tokens; (query heads a tile,
+    head size, tokens a block, window) for single ones, whose mask the operator always leaves out. Those with sinks are
+    listed apart.
     """
-    prefill, decode = set(), set()
+    found: dict[str, set[tuple[Any, ...]]] = {"prefill": set(), "decode": set()}
+    found |= {f"{name}_with_sinks": set() for name in found}
     for m in PREFILL.finditer(library):
         size, (paged, causal, local, sink, sums) = int(m[1]), (m[i] == b"1" for i in range(2, 7))
-        if not sink and not sums:
-            prefill.add((size, paged, causal, local))
+        if not sums:
+            found["prefill_with_sinks" if sink else "prefill"].add((size, paged, causal, local))
     for m in DECODE.finditer(library):
         group, size = int(m[1]), int(m[2])
         tokens = int(m[3]) if m[3] else {b"S6": group, b"S7": size}[m[4]]  # the compiler writes a repeated number so
         causal, local, sink = (m[i] == b"1" for i in (5, 6, 7))
-        if not causal and not sink:
-            decode.add((group, size, tokens, local))
-    return {"prefill": sorted(map(list, prefill)), "decode": sorted(map(list, decode))}
+        if not causal:
+            found["decode_with_sinks" if sink else "decode"].add((group, size, tokens, local))
+    return {name: sorted(map(list, kernels)) for name, kernels in found.items()}
 
 
 def find_in(folder: Path) -> dict[str, Any]:
@@ -78,7 +80,7 @@ def find_in(folder: Path) -> dict[str, Any]:
 
 def main(folder: Path, record: bool) -> int:
     target = folder / "found.json"
-    if target.exists() and not record:
+    if target.exists() and not record and json.loads(target.read_text())["attention"].keys() == attention(b"").keys():
         print(f"{target}: there already")
         return 0
     folder.mkdir(parents=True, exist_ok=True)

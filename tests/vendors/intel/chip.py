@@ -16,10 +16,10 @@ FLOATS = (*HALF, torch.float32)
 BLOCKS = (16, 32, 64)
 
 _COMPILED = json.loads(Path(__file__).with_name("binary.json").read_text(encoding="utf-8"))["attention"]
-PREFILL = {tuple(entry) for entry in _COMPILED["prefill"]}
-"""(head size, blocks, causal, window) of the kernels for many query tokens."""
-DECODE = {tuple(entry) for entry in _COMPILED["decode"]}
-"""(query heads a tile, head size, tokens a block, window) of the kernels for single tokens."""
+PREFILL, SINK_PREFILL = ({tuple(entry) for entry in _COMPILED[f"prefill{more}"]} for more in ("", "_with_sinks"))
+"""(head size, blocks, causal, window) of the kernels for many query tokens, without and with sinks."""
+DECODE, SINK_DECODE = ({tuple(entry) for entry in _COMPILED[f"decode{more}"]} for more in ("", "_with_sinks"))
+"""(query heads a tile, head size, tokens a block, window) of the kernels for single tokens, without and with sinks."""
 
 
 def bucket(dim: int, sizes: set[int]) -> int:

@@ -22,11 +22,11 @@ VALUES_OF_LATENTS = 512
 ALIGNED_BYTES = 16
 
 
-def _attend(q, k, v, hidden, scale):
+def _attend(q, k, v, hidden, scale, sinks):
     """A sequence without keys, which the vendor's code keeps from happening, gives what is no number."""
     if not k.shape[0]:
         return torch.full((*q.shape[:2], v.shape[-1]), torch.nan)
-    return semantics.softmax_v(q, k, v, hidden, scale)
+    return semantics.softmax_v(q, k, v, hidden, scale, sinks)
 
 
 def _check_alignment(**tensors: torch.Tensor) -> None:
@@ -47,17 +47,18 @@ def _check_blocks(k: torch.Tensor, v: torch.Tensor, block_table: torch.Tensor) -
     require(pages[0] == pages[1] and pages[0].is_integer(), f"K and V have one page stride in tokens, got {pages}")
 
 
-def _compiled_prefill(dim: int, paged: bool, causal: bool, local: bool) -> None:
+def _compiled_prefill(dim: int, paged: bool, causal: bool, local: bool, sink: bool) -> None:
     causal = causal and not local  # a window to the left of the token says it all
     size = chip.bucket(dim, {entry[0] for entry in chip.PREFILL})
-    found = (size, paged, causal, local) in chip.PREFILL
-    require(found, f"not compiled: many queries, heads of {dim}, {paged=}, {causal=}, window={local}")
+    found = (size, paged, causal, local) in (chip.SINK_PREFILL if sink else chip.PREFILL)
+    require(found, f"not compiled: many queries, heads of {dim}, {paged=}, {causal=}, window={local}, {sink=}")
 
 
-def _compiled_decode(dim: int, group: int, block: int, local: bool) -> None:
+def _compiled_decode(dim: int, group: int, block: int, local: bool, sink: bool) -> None:
     size = chip.bucket(dim, {entry[1] for entry in chip.DECODE})
-    found = (8 if group <= 8 else 16, size, block, local) in chip.DECODE
-    require(found, f"not compiled: single queries, heads of {dim}, groups of {group}, {block=}, window={local}")
+    found = (8 if group <= 8 else 16, size, block, local) in (chip.SINK_DECODE if sink else chip.DECODE)
+    what = f"heads of {dim}, groups of {group}, {block=}, window={local}, {sink=}"
+    require(found, f"not compiled: single queries, {what}")
 
 
 @emulates("_vllm_fa2_C::varlen_fwd")
@@ -69,7 +70,7 @@ def varlen_fwd(
     """Ragged queries over dense keys or blocks; the causal mask begins at the lower right corner."""
     chip.absent(
         out=out, leftpad_k=leftpad_k, alibi_slopes=alibi_slopes, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
-        softmax_sink=softmax_sink, gen=gen, splits_per_seq=splits_per_seq, work_list=work_list,
+        gen=gen, splits_per_seq=splits_per_seq, work_list=work_list,
     )  # fmt: skip
     plain = not (p_dropout or softcap or zero_tensors or return_softmax or mix_batch)
     require(plain, "dropout, caps, sums of scores and mixed batches are not emulated")
@@ -77,6 +78,9 @@ def varlen_fwd(
     _check_alignment(q=q, k=k, v=v)
     require(q.dim() == 3, f"queries are ragged, [T, heads, D], got {list(q.shape)}")
     (rows, heads, dim), kv_heads = q.shape, k.shape[-2]
+    if softmax_sink is not None:
+        chip.half(q=q, softmax_sink=softmax_sink)
+        chip.shape("softmax_sink", softmax_sink, heads)
     require(k.shape[-1] == dim and heads % kv_heads == 0, f"keys {list(k.shape)} do not fit queries {list(q.shape)}")
     chip.contiguous(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     starts = semantics.check_running_sums("cu_seqlens_q", cu_seqlens_q, rows)
@@ -100,13 +104,13 @@ def varlen_fwd(
     require(min(lens) >= 0, f"lengths are not negative, got {lens}")
     require(len(lens) == len(counts), f"{len(counts)} sequences of queries, {len(lens)} of keys")
     require(max(lens) <= max_seqlen_k, f"max_seqlen_k is at least {max(lens)}, got {max_seqlen_k}")
-    single = paged and max_seqlen_q <= 1
+    single, sink = paged and max_seqlen_q <= 1, softmax_sink is not None
     if single:
-        _compiled_decode(dim, heads // kv_heads, k.shape[1], local)
+        _compiled_decode(dim, heads // kv_heads, k.shape[1], local, sink)
         width = VALUES_OF_LATENTS if dim == LATENT else dim
         require(v.shape[-1] == width, f"values of {width} entries with keys of {dim}, got {v.shape[-1]}")
     else:
-        _compiled_prefill(dim, paged, is_causal, local)
+        _compiled_prefill(dim, paged, is_causal, local, sink)
         require(v.shape[-1] == dim, f"q, k and v have one width, got {dim} and {v.shape[-1]}")
     result = torch.zeros(rows, heads, v.shape[-1], dtype=q.dtype)
     for b, (count, n) in enumerate(zip(counts, lens)):
@@ -118,5 +122,5 @@ def varlen_fwd(
         masked = local or (is_causal and not single)
         hidden = semantics.hidden_keys(count, first, n, window_size_left) if masked else None
         a = starts[b]
-        result[a : a + count] = _attend(q[a : a + count], keys, values, hidden, softmax_scale)
+        result[a : a + count] = _attend(q[a : a + count], keys, values, hidden, softmax_scale, softmax_sink)
     return [result, make_open()]

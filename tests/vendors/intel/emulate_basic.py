@@ -6,6 +6,8 @@ pos_encoding_kernels.cpp and cache.cpp with tests/ops and tests/test_cache.py.
 
 from __future__ import annotations
 
+import torch
+
 from tests.vendors import semantics
 from tests.vendors.emulator import Implementations, require
 from tests.vendors.intel import chip
@@ -51,6 +53,17 @@ def silu_and_mul(result, input):
     chip.contiguous(result=result, input=input)
     chip.shape("result", result, *input.shape[:-1], input.shape[-1] // 2)
     result.copy_(semantics.silu_mul(input).to(result.dtype))
+
+
+@emulates("_C::swigluoai_and_mul")
+def swigluoai_and_mul(out, input, alpha, limit):
+    """Of pairs (gate, up), gate clamped from above and up on both sides: `gate sigmoid(alpha gate) (up + 1)`."""
+    chip.floats(out=out, input=input)
+    chip.contiguous(out=out, input=input)
+    chip.shape("out", out, *input.shape[:-1], input.shape[-1] // 2)
+    gate, up = input.float().unflatten(-1, (-1, 2)).unbind(-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    out.copy_((gate * torch.sigmoid(alpha * gate) * (up + 1)).to(out.dtype))
 
 
 @emulates("_C_cache_ops::reshape_and_cache_flash")

@@ -146,7 +146,11 @@ def cutlass_grouped_gemm_interface(
     ptr_A, ptr_A_scale, ptr_B, ptr_B_scale, ptr_bias, ptr_D, rows_per_expert, N, K, num_experts
 ):
     """Rows sorted by expert, each expert's times its own matrix."""
-    chip.absent(ptr_A_scale=ptr_A_scale, ptr_bias=ptr_bias)
+    chip.absent(ptr_A_scale=ptr_A_scale)
+    if ptr_bias is not None:
+        chip.half(ptr_A=ptr_A, ptr_bias=ptr_bias)
+        chip.contiguous(ptr_bias=ptr_bias)
+        chip.shape("ptr_bias", ptr_bias, num_experts, N)
     chip.half(ptr_A=ptr_A, ptr_D=ptr_D)
     chip.contiguous(ptr_A=ptr_A, ptr_B=ptr_B, ptr_D=ptr_D)
     chip.dtype(chip.INT32, rows_per_expert=rows_per_expert)
@@ -169,7 +173,8 @@ def cutlass_grouped_gemm_interface(
     require(sum(counts) == ptr_A.shape[0], f"{ptr_A.shape[0]} rows, {sum(counts)} counted")
     at = 0
     for expert, n in enumerate(counts):
-        ptr_D[at : at + n] = (ptr_A[at : at + n].float() @ weight[expert]).to(ptr_D.dtype)
+        added = 0.0 if ptr_bias is None else ptr_bias[expert].float()
+        ptr_D[at : at + n] = (ptr_A[at : at + n].float() @ weight[expert] + added).to(ptr_D.dtype)
         at += n
     return ptr_D.clone()
 

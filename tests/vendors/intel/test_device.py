@@ -90,15 +90,17 @@ def test_sequences_are_computed_once_per_step():
     assert lengths.single_tokens(other, 2) is not lengths.single_tokens(batch, 2)
 
 
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("window", [None, 20], ids=["whole", "window"])
-def test_what_is_said_to_be_compiled_is_what_the_wheel_holds(window):
+def test_what_is_said_to_be_compiled_is_what_the_wheel_holds(window, sinks):
     """At the sizes themselves; heads of more than 256 entries are latents."""
     local, sizes = window is not None, range(8, 257, 8)
-    prefill = {size for size in sizes if (size, True, not local, local) in chip.PREFILL}
-    assert {size for size in sizes if when.is_prefill_compiled(size, window)} == prefill
+    many, single = (chip.SINK_PREFILL, chip.SINK_DECODE) if sinks else (chip.PREFILL, chip.DECODE)
+    prefill = {size for size in sizes if (size, True, not local, local) in many}
+    assert {size for size in sizes if when.is_prefill_compiled(size, window, sinks=sinks)} == prefill
     for group, tile in ((1, 8), (8, 8), (9, 16), (64, 16)):
-        decode = {size for size in sizes if (tile, size, BLOCK_TOKENS, local) in chip.DECODE}
-        assert {size for size in sizes if when.is_decode_compiled(size, group, window)} == decode
+        decode = {size for size in sizes if (tile, size, BLOCK_TOKENS, local) in single}
+        assert {size for size in sizes if when.is_decode_compiled(size, group, window, sinks=sinks)} == decode
     assert (when.LATENT_HEADS, mla.LATENT + mla.ROTATED, BLOCK_TOKENS, False) in chip.DECODE
     assert not any(tile > when.LATENT_HEADS and size > 512 for tile, size, _, _ in chip.DECODE)
     dense = {size for size in sizes if (size, False, True, False) in chip.PREFILL}

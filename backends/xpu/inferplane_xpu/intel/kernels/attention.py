@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from inferplane.kernels.fused.needs import declare_fused
-from inferplane.plugin import Batch, Kernels, LayerKV
+from inferplane.plugin import Batch, Kernels, LayerKV, When
 from inferplane_xpu.intel.kernels.lengths import AttentionSequences, single_tokens
 from inferplane_xpu.intel.kernels.when import MATRIX, is_decode_compiled, is_prefill_compiled
 from inferplane_xpu.intel.kvcache import PAGED
@@ -25,6 +25,7 @@ from inferplane_xpu.intel.kvcache import PAGED
 flash = torch.ops._vllm_fa2_C
 KERNELS = Kernels()
 fused = partial(declare_fused, KERNELS, provider="vllm_xpu", kv_layouts=(PAGED,), features=MATRIX)
+WITH_SINKS = partial(When, extensions=("attention.sinks",))
 NO_WINDOW = (-1, -1)
 
 
@@ -44,13 +45,15 @@ def varlen(
     *,
     paged: bool = True,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """_vllm_fa2_C::varlen_fwd: causal, no dropout, sinks, slopes, caps or scales, splits as the vendor chooses them.
+    """_vllm_fa2_C::varlen_fwd: causal, no dropout, slopes, caps or scales, splits as the vendor chooses them.
 
     Args:
         q: `[T, H, D]`. k, v: blocks `[blocks, 64, G, D]`, or `[keys, G, D]` where not `paged`; `at.lens` then holds
             running sums.
         at: the sequences. scale: of the scores. window: how many last tokens a query sees, itself included.
+        sinks: `[H]` in the dtype of `q`, or None.
     """
     left, right = NO_WINDOW if window is None else (window - 1, 0)
     causal = at.max_query_tokens > 1
@@ -58,9 +61,13 @@ def varlen(
     keys, lens, tables = (at.query_start, at.lens, at.tables) if paged else (at.lens, None, None)
     out: torch.Tensor = flash.varlen_fwd(
         q, k, v, None, at.query_start, keys, lens, None, tables, None, at.max_query_tokens, at.max_seq_tokens, 0.0,
-        *_scales(), scale, None, False, causal, left, right, 0.0, False, None, None, False, None, None,
+        *_scales(), scale, sinks, False, causal, left, right, 0.0, False, None, None, False, None, None,
     )[0]  # fmt: skip
     return out
+
+
+def _has_sinks(op: Any) -> bool:
+    return op.sinks is not None
 
 
 def _has_one_width(op: Any) -> bool:
@@ -69,26 +76,42 @@ def _has_one_width(op: Any) -> bool:
 
 def _has_few_queries(op: Any) -> bool:
     group = op.heads // op.kv.heads
-    return op.queries == "few" and _has_one_width(op) and is_decode_compiled(op.kv.dim, group, op.kv.window)
+    return (
+        op.queries == "few"
+        and _has_one_width(op)
+        and is_decode_compiled(op.kv.dim, group, op.kv.window, sinks=_has_sinks(op))
+    )
 
 
 def _has_many_queries(op: Any) -> bool:
-    return op.queries == "many" and _has_one_width(op) and is_prefill_compiled(op.kv.dim, op.kv.window)
+    return (
+        op.queries == "many"
+        and _has_one_width(op)
+        and is_prefill_compiled(op.kv.dim, op.kv.window, sinks=_has_sinks(op))
+    )
 
 
 @fused(
-    "attention", ("few query tokens, and a head size, group and window that were compiled for them", _has_few_queries)
+    "attention",
+    ("few query tokens, and a head size, group, window and sinks that were compiled for them", _has_few_queries),
+    when=WITH_SINKS,
 )
 def attention_few(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """The kernels for single tokens."""
     keys, values = kv.view_blocks()  # type: ignore[attr-defined]
-    return varlen(q.contiguous(), keys, values, single_tokens(batch), view.scale, window=view.kv.window)
+    return varlen(
+        q.contiguous(), keys, values, single_tokens(batch), view.scale, window=view.kv.window, sinks=view.sinks
+    )
 
 
-@fused("attention", ("many query tokens, and a head size and window that were compiled for them", _has_many_queries))
+@fused(
+    "attention",
+    ("many query tokens, and a head size, window and sinks that were compiled for them", _has_many_queries),
+    when=WITH_SINKS,
+)
 def attention_many(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """The kernels for many query tokens; a largest size of 1 would send the call to the others."""
     keys, values = kv.view_blocks()  # type: ignore[attr-defined]
     most = max(2, batch.max_query_tokens)
     at = AttentionSequences(batch.query_start, batch.seq_lens, batch.block_tables, most, batch.max_seq_tokens)
-    return varlen(q.contiguous(), keys, values, at, view.scale, window=view.kv.window)
+    return varlen(q.contiguous(), keys, values, at, view.scale, window=view.kv.window, sinks=view.sinks)

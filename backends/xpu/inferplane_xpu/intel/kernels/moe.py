@@ -6,6 +6,7 @@ fused_moe_interface.py of its wheel 0.1.16.2.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -130,7 +131,18 @@ NEEDS = (
 )
 
 
-def _run_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def _multiply_silu(out: torch.Tensor, h: torch.Tensor) -> None:
+    vllm.silu_and_mul(out, h)
+
+
+def _run_experts(
+    view: Any,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    activate: Callable[[torch.Tensor, torch.Tensor], None] = _multiply_silu,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+) -> torch.Tensor:
     """Five calls; how many rows an expert has is known to the device alone."""
     weights, ids = _pad_to_compiled(weights, ids)
     up, down = view.gate_up.to_dtype(x.dtype), view.down.to_dtype(x.dtype)
@@ -140,11 +152,13 @@ def _run_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.T
     places = ids.new_empty(tokens, k, dtype=torch.int32)
     moe.remap_hidden_states(x.contiguous(), None, rows, None, None, counts, places, ids.contiguous(), experts, experts)
     h = x.new_empty(tokens * k, up.rows)
-    xpu.cutlass_grouped_gemm_interface(rows, None, up.data, up.scale, None, h, counts, up.rows, width, experts)
+    xpu.cutlass_grouped_gemm_interface(rows, None, up.data, up.scale, biases[0], h, counts, up.rows, width, experts)
     act = x.new_empty(tokens * k, up.rows // 2)
-    vllm.silu_and_mul(act, h)
+    activate(act, h)
     y = torch.empty_like(rows)
-    xpu.cutlass_grouped_gemm_interface(act, None, down.data, down.scale, None, y, counts, width, up.rows // 2, experts)
+    xpu.cutlass_grouped_gemm_interface(
+        act, None, down.data, down.scale, biases[1], y, counts, width, up.rows // 2, experts
+    )
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     moe.moe_gather(out, y, weights.float().contiguous(), places, experts)
     return out
@@ -157,6 +171,16 @@ def _pad_to_compiled(weights: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Te
         return weights, ids
     more = min(n for n in TOP_K if n > k) - k
     return torch.nn.functional.pad(weights, (0, more)), torch.cat((ids, ids[:, :1].expand(-1, more)), 1)
+
+
+@fused("clamped_experts", *NEEDS, packs={"gate_up": EXPERTS, "down": EXPERTS})
+def clamped_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Experts of gpt-oss: biases in the activations' dtype, and _C::swigluoai_and_mul over alternating columns."""
+
+    def activate(out: torch.Tensor, h: torch.Tensor) -> None:
+        vllm.swigluoai_and_mul(out, h, view.alpha, view.limit)
+
+    return _run_experts(view, x, weights, ids, activate, (view.gate_up_bias, view.down_bias))
 
 
 @fused("moe_experts", *NEEDS, packs={"gate_up": EXPERTS, "down": EXPERTS})

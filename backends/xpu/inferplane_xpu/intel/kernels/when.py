@@ -21,15 +21,21 @@ a window; for single tokens by the kernel's tile of query heads a KV head. Other
 Source: symbols of libattn_kernels_xe_2.so in that wheel, policy_dispatch_impl and decode_policy_dispatch_impl with
 their template arguments. The kernels take each size up to the next of these; we take none between them.
 """
+SINK_HEADS, SINK_DECODE_HEADS, SINK_DECODE_WINDOW_HEADS = (64, 128), (64, 128), (64,)
+"""The same with sinks: for many query tokens, and for single ones with at most 8 query heads a KV head."""
 LATENT_HEADS = 8
 """Query heads that one sequence of latents may bring: the only tile compiled for entries of 512 + 64."""
 
 
-def is_prefill_compiled(dim: int, window: int | None) -> bool:
+def is_prefill_compiled(dim: int, window: int | None, *, sinks: bool = False) -> bool:
     """Whether the kernel for many query tokens exists."""
+    if sinks:
+        return dim in SINK_HEADS
     return dim in (PREFILL_HEADS if window is None else PREFILL_WINDOW_HEADS)
 
 
-def is_decode_compiled(dim: int, group: int, window: int | None) -> bool:
+def is_decode_compiled(dim: int, group: int, window: int | None, *, sinks: bool = False) -> bool:
     """Whether the kernel for single tokens exists, for `group` query heads a KV head."""
+    if sinks:
+        return group <= 8 and dim in (SINK_DECODE_HEADS if window is None else SINK_DECODE_WINDOW_HEADS)
     return dim in (DECODE_HEADS if window is None else DECODE_WINDOW_HEADS)[8 if group <= 8 else 16]
