@@ -154,6 +154,13 @@ class CheckpointError(InferplaneError, RuntimeError):
     """
 
 
+class DownloadError(InferplaneError, RuntimeError):
+    """A model cannot be downloaded: no network, a busy or refusing hub, a gated repository, an unwritable cache.
+
+    At fault: what the message names. Fix: as it says; what has arrived is used again.
+    """
+
+
 class CapacityError(InferplaneError, RuntimeError):
     """Memory or KV blocks do not suffice for the request; nothing was lost.
 

@@ -382,17 +382,19 @@ def test_spellings_of_dtypes(spelling, want, tmp_path):
     [
         ("model.gguf", "a GGUF file.*in safetensors"),
         ("model.safetensors", "but a file.*pass its folder"),
-        ("meta-llama/Llama-3.1-8B", "name on a hub.*hf download meta-llama/Llama-3.1-8B"),
-        ("Qwen/Qwen3-0.6B", "nothing is downloaded"),
-        ("/no/such/folder", "is no folder.*fetch the model's files"),
-        ("hf://a/b", "looks like a name on a hub.*hf download a/b --local-dir"),
-        ("ollama://x", "an address, and nothing is downloaded.*ollama's are GGUF"),
+        ("meta-llama/Llama-3.1-8B", "not whole in the cache; downloads are off.*inferplane pull meta-llama/Llama-3.1"),
+        ("hf://a/b:Q4_K_M", "names GGUF files, which are not read yet"),
+        ("qwen3:06b", "is no folder.*perhaps qwen3:0.6b was meant"),
+        ("/no/such/folder", "is no folder.*check the name, or pass the folder"),
+        ("hf:a", "'hf:a' is no name of a model"),
+        ("ollama://x", "an address of which nothing is downloaded.*ollama's are GGUF"),
     ],
 )
 def test_models_that_are_no_folder(name, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    if "/" not in name:
+    if "/" not in name and ":" not in name:
         (tmp_path / name).write_bytes(b"GGUF")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     with pytest.raises(UsageError, match=says):
         LLM(name, device="cpu")
 

@@ -122,7 +122,14 @@ def device_words() -> list[str]:
 def add_model(parser: Parser, *, config: bool = False) -> None:
     """The positional MODEL; with `config`, a config alone will do."""
     also = "a config.json or a folder that holds one" if config else "a folder in the Hugging Face layout"
-    parser.add_argument("model", metavar="MODEL", nargs="?", default="demo", help=f"{also}; left out: the demo model")
+    words = f"{also}, or a name as hf:ORG/NAME or qwen3:0.6b; left out: the demo model"
+    parser.add_argument("model", metavar="MODEL", nargs="?", default="demo", help=words)
+    add_offline(parser)
+
+
+def add_offline(parser: Parser) -> None:
+    """`--offline`."""
+    parser.add_argument("--offline", action="store_true", help="download nothing: a folder, or a model in the cache")
 
 
 def add_device(parser: Parser | argparse._ArgumentGroup, *, required: bool = False, default: str | None = AUTO) -> None:

@@ -11,8 +11,8 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import MutableMapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,16 @@ from inferplane.cli.error_wording import ErrorWording
 from inferplane.cli.screen import Screen
 from inferplane.cli.signals import INTERRUPTED, TERMINATED, Terminated
 from inferplane.errors import CapacityError, InferplaneError, UsageError
+from inferplane.hub.settings import OFFLINE_VARIABLE, forbid_downloads
 
 VERBS = {
     "generate": "continue a prompt",
     "chat": "hold a conversation with a model",
     "serve": "serve a model over HTTP",
+    "pull": "download a model, or its newest revision",
+    "list": "list the models in the cache, and the short names",
+    "show": "show what a name stands for, where it lies and which files it has",
+    "rm": "remove a model from the cache",
     "config": "show the settings of `serve` and where each comes from",
     "devices": "list devices: which are here, and what the others lack",
     "doctor": "check this machine; each problem comes with its remedy",
@@ -139,11 +144,25 @@ def _run(words: list[str], screen: Screen) -> int:
         return int(end.code or 0)
     prepare(os.environ)
     try:
-        with screen.show_warnings():
+        with screen.show_warnings(), _offline(os.environ, getattr(args, "offline", False)):
             return int(module.run(args, screen))
     except InferplaneError as error:
         ErrorWording(parser, rest, settings=verb in SETTINGS).reword(error)
         raise
+
+
+@contextmanager
+def _offline(environment: MutableMapping[str, str], offline: bool) -> Iterator[None]:
+    """Forbid downloads if `offline`, in processes of the command too, while the context lasts."""
+    before = environment.get(OFFLINE_VARIABLE)
+    if offline:
+        forbid_downloads(environment)
+    try:
+        yield
+    finally:
+        if offline:
+            environment.pop(OFFLINE_VARIABLE, None)
+            environment.update({} if before is None else {OFFLINE_VARIABLE: before})
 
 
 def prepare(environment: MutableMapping[str, str]) -> None:
@@ -168,7 +187,8 @@ def _help() -> str:
         "",
         f"  {PROGRAM} VERB --help lists a verb's options; {PROGRAM} --version prints the version",
         "",
-        "MODEL is a folder in the Hugging Face layout; left out, it is the demo model that ships with Inferplane.",
+        "MODEL is a folder in the Hugging Face layout, or a name that is downloaded (hf:ORG/NAME, qwen3:0.6b);",
+        "left out, it is the demo model that ships with Inferplane.",
     ]
     if devices:
         lines += ["", f"devices with an installed plugin: {', '.join(devices)}"]

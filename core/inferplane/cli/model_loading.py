@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inferplane.cli.arguments import BINDING, pins, speculation
 from inferplane.cli.screen import Screen, plural
+from inferplane.hub import DownloadProgress, ModelName, find, locate, parse_name
 
 if TYPE_CHECKING:
     from inferplane.engine import LLM, SamplingParams, Timings
@@ -23,6 +27,27 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
     return {**chosen, "ops": pins(args.ops), "speculative_config": speculation(args)}
 
 
+def locate_models(args: argparse.Namespace, screen: Screen) -> None:
+    """Download the models of a command that are given by name, if they are not in the cache.
+
+    Raises:
+        InferplaneError: as `inferplane.hub.locate`.
+    """
+    for model in (args.model, args.speculative_model):
+        is_name = model is not None and not Path(model).expanduser().exists()
+        name = parse_name(model) if is_name else None
+        if name is not None and find(name) is None:
+            with fetching(name, screen) as progress:
+                locate(name, progress=progress)
+
+
+@contextmanager
+def fetching(name: ModelName, screen: Screen) -> Iterator[DownloadProgress]:
+    """Show a download: what it is as a note, how far it is as a bar."""
+    with screen.loading(f"fetching {name.text}") as loading:
+        yield DownloadProgress(screen.note, loading.bar)
+
+
 def open_model(args: argparse.Namespace, screen: Screen) -> tuple[LLM, SamplingParams]:
     """Load the model of a command with its tokenizer; returns it with the sampling parameters.
 
@@ -30,6 +55,7 @@ def open_model(args: argparse.Namespace, screen: Screen) -> tuple[LLM, SamplingP
         InferplaneError: as `LLM`; cheap checks run before weights are read.
     """
     options = model_options(args)
+    locate_models(args, screen)
     with screen.loading(f"starting {args.model}") as loading:
         from inferplane.engine.clients.process.memory import gc_paused
 

@@ -23,7 +23,7 @@ PREFIX = "INFERPLANE_"
 FILE_VARIABLE = f"{PREFIX}CONFIG"
 PLUGIN_GROUP = "inferplane.plugins"
 """Defined in `inferplane.plugins` too, whose import would import torch."""
-NOT_SETTINGS = {FILE_VARIABLE, f"{PREFIX}PLUGINS", f"{PREFIX}NO_NATIVE"}
+NOT_SETTINGS = {FILE_VARIABLE, f"{PREFIX}PLUGINS", f"{PREFIX}NO_NATIVE", f"{PREFIX}MODELS"}
 """Variables with the prefix that are not settings of the server. A plugin's begin with the prefix and its name."""
 
 

@@ -49,9 +49,12 @@ class ServerSettings:
     `bytes` (the value may have a unit).
     """
 
-    model: str = _model("demo", "a folder in the Hugging Face layout, or demo", metavar="MODEL")
+    model: str = _model(
+        "demo", "a folder in the Hugging Face layout, a name as hf:ORG/NAME or qwen3:0.6b, or demo", metavar="MODEL"
+    )
+    offline: bool = _model(False, "download nothing: the model must be a folder or in the cache")
     served_model_name: tuple[str, ...] = _model(
-        (), "names that clients may use instead of the folder's; answers contain the first", metavar="NAME"
+        (), "names that clients may use instead of the model's; answers contain the first", metavar="NAME"
     )
     device: str = _model_option("device")
     index: int = _model_option("index", range=(0, None))

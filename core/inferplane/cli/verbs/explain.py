@@ -59,7 +59,8 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
 
 
 def model_files(model: str) -> ModelFiles:
-    """Find a model's files; a `config.json` names its folder, and a file of another name is a config by itself.
+    """Find a model's files; a `config.json` names its folder, and a file of another name is a config by itself. Of a
+    name on a hub, only the config is downloaded.
 
     Raises:
         UsageError: there is no such folder or file.
@@ -70,7 +71,7 @@ def model_files(model: str) -> ModelFiles:
 
     path = Path(model).expanduser()
     if not path.is_file() or path.suffix in (".gguf", ".safetensors"):
-        return ModelFiles(model)
+        return ModelFiles(model, configs=True)
     if path.name == "config.json":
         return ModelFiles(path.parent)
     try:

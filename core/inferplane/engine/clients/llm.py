@@ -39,14 +39,14 @@ class LLM:
         print(llm.generate(["def main():"], SamplingParams(max_tokens=40))[0].text)
 
     Args:
-        model: "demo", a folder in the Hugging Face layout, or a config (mapping or transformers config) with
-            `load_format="dummy"`.
+        model: "demo", a folder in the Hugging Face layout, a name of a model to download (`hf:ORG/NAME`, see
+            docs/python.md), or a config (mapping or transformers config) with `load_format="dummy"`.
         options: the fields of `EngineOptions`, by keyword:
         OPTIONS
 
     Raises:
-        UsageError, DeviceError, UnsupportedModelError, CheckpointError, BindError, CapacityError: each says what is
-        wrong, what there is and what to do; nothing stays allocated.
+        UsageError, DeviceError, UnsupportedModelError, CheckpointError, DownloadError, BindError, CapacityError: each
+        says what is wrong, what there is and what to do; nothing stays allocated.
     """
 
     def __init__(self, model: Any = "demo", **options: Any) -> None:

@@ -36,7 +36,7 @@ MERGE = "merge the adapter into the checkpoint"
 WHOLE = "a model that is too large for one device is divided by torchrun, each layer over all devices"
 REPLICAS = "start a server per replica behind a load balancer"
 OWN_CODE = "code of a checkpoint is never run; a plugin may add a model family"
-LOCAL = "pass a folder; nothing is downloaded"
+NAMED = "a revision is part of the name, hf:ORG/NAME@REVISION; HF_HOME names the cache"
 EXPLAINED = "pins one op after the other; `inferplane explain` shows the choices"
 GRAPHS = "False runs every step eagerly"
 
@@ -58,7 +58,7 @@ OTHER_OPTIONS: tuple[OtherOption, ...] = tuple(
         (VLLM, "enable_lora lora_modules max_loras max_lora_rank", "", MERGE),
         (VLLM, "trust_remote_code", "", OWN_CODE),
         (VLLM, "tokenizer", "", "the model's folder holds its tokenizer"),
-        (VLLM, "download_dir revision", "", LOCAL),
+        (VLLM, "download_dir revision", "", NAMED),
         (VLLM, "enable_chunked_prefill", "max_num_batched_tokens", "prompts are always read in chunks of that size"),
         (VLLM, "attention_backend", "ops", EXPLAINED, "--op"),
         (VLLM, "scheduling_policy", "", "each request has a priority"),

@@ -10,6 +10,7 @@ from typing import Any
 
 from inferplane.engine.request.tokenizer_loading import has_vocabulary
 from inferplane.errors import CheckpointError, UsageError
+from inferplane.hub import FORMS, locate, near_short_names, parse_name
 from inferplane.models import Config, SafetensorsFolder, as_config
 from inferplane.models.reading.names import canonical_names, settle_head
 from inferplane.models.reading.normalize import complaints
@@ -19,8 +20,6 @@ DEMO_FOLDER = Path(__file__).resolve().parents[2] / "models" / "demo"
 SHIPPED = {DEMO: DEMO_FOLDER, "demo-draft": DEMO_FOLDER / "draft", "demo-eagle": DEMO_FOLDER / "eagle"}
 """Folders by short name: the demo model, and a draft model and an EAGLE head for it."""
 
-HUB_NAME = re.compile(r"(?:(?:hf|huggingface)://)?([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)")
-"""A name on a hub, which other tools also write as an address."""
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://.*|ollama:.*")
 
 
@@ -28,19 +27,23 @@ class ModelFiles:
     """A model's config, and its folder if it has one.
 
     Args:
-        model: "demo" or another name of `SHIPPED`, a folder in the Hugging Face layout, a mapping with a config's
-            entries, or a transformers config.
+        model: "demo" or another name of `SHIPPED`, a folder in the Hugging Face layout, a name on a hub (a string), a
+            mapping with a config's entries, or a transformers config.
+        configs: of a name on a hub only the config is downloaded, if it is not in the cache.
 
     Raises:
-        UsageError: no such folder.
+        UsageError: no such folder, and no such model on a hub.
         CheckpointError: the folder lacks a readable config.
+        DownloadError: the hub cannot be reached or refuses. CapacityError: the disk is too small.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, configs: bool = False) -> None:
         self.folder: Path | None = None
         if isinstance(model, (str, Path)):
             self.name = str(model)
             self.folder = SHIPPED.get(str(model)) or Path(model).expanduser()
+            if isinstance(model, str) and not self.folder.exists() and (name := parse_name(model)):
+                self.folder = locate(name, configs=configs).folder
             if not self.folder.is_dir():
                 if model in SHIPPED:
                     tool = "train_demo.py" if model == DEMO else "train_drafts.py"
@@ -50,7 +53,7 @@ class ModelFiles:
                     )
                 raise UsageError(
                     f"Model {self.name!r} is no folder{_what_it_is(self.name, self.folder)}.",
-                    there_is="'demo', which ships with Inferplane, and folders in the Hugging Face layout",
+                    there_is=f"'demo', which ships with Inferplane; {FORMS}",
                     remedy=_how_to_get_a_folder(self.name, self.folder),
                 )
             self.config = Config.read(self.folder)
@@ -113,9 +116,7 @@ def _what_it_is(name: str, path: Path) -> str:
         return ", but a GGUF file, which is not read"
     if path.is_file():
         return ", but a file"
-    if HUB_NAME.fullmatch(name):
-        return ", but looks like a name on a hub, and nothing is downloaded"
-    return ", but an address, and nothing is downloaded" if ADDRESS.fullmatch(name) else ""
+    return ", but an address of which nothing is downloaded" if ADDRESS.fullmatch(name) else ""
 
 
 def _how_to_get_a_folder(name: str, path: Path) -> str:
@@ -124,8 +125,8 @@ def _how_to_get_a_folder(name: str, path: Path) -> str:
         return "fetch the checkpoint that it was made from, in safetensors, and pass its folder"
     if path.is_file():
         return f"pass its folder, {path.parent}"
-    if hub := HUB_NAME.fullmatch(name):
-        return f"fetch it first (`hf download {hub[1]} --local-dir FOLDER`) and pass the folder"
     if name.startswith("ollama:"):
         return "fetch the checkpoint that it was made from, in safetensors, and pass its folder (ollama's are GGUF)"
-    return "fetch the model's files first and pass their folder"
+    if near := near_short_names(name):
+        return f"perhaps {near[0]} was meant"
+    return "check the name, or pass the folder of the model's files"

@@ -17,7 +17,7 @@ import ssl
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
@@ -29,6 +29,7 @@ from inferplane.engine.clients.options import OPTIONS, SpeculativeOptions
 from inferplane.engine.clients.process.child import kill_engines
 from inferplane.engine.clients.process.memory import gc_paused, share_heap
 from inferplane.errors import UsageError, install_hint
+from inferplane.hub import forbid_downloads, locate, parse_name, report_on_stderr
 from inferplane.serving import logs
 from inferplane.serving.configure import PLUGIN_GROUP, PREFIX, ResolvedSettings
 from inferplane.serving.keys import Keys, read_keys
@@ -67,6 +68,7 @@ def run(resolved: ResolvedSettings, pins: Mapping[str, str]) -> int:
     share_heap()
     logs.set_up(settings.log_format, settings.log_level)
     raise_limit()
+    settings = locate_models(settings)
     if "WORLD_SIZE" in os.environ:
         from inferplane.engine.runner.ranks import launcher_ranks
 
@@ -134,6 +136,28 @@ def _serve(settings: ServerSettings, pins: Mapping[str, str], keys: Keys, socket
     finally:
         kill_engines()  # one that has not been closed: it was still loading
         logs.finish()
+
+
+def locate_models(settings: ServerSettings) -> ServerSettings:
+    """The settings with folders in place of names on a hub: downloaded if need be, once, before any process starts. The
+    model is served under the name that the user gave.
+
+    Raises:
+        InferplaneError: there is no such model, or it cannot be downloaded.
+    """
+    if settings.offline:
+        forbid_downloads(os.environ)
+    changes: dict[str, Any] = {}
+    for setting in ("model", "speculative_model"):
+        model = getattr(settings, setting)
+        if model is None or Path(model).expanduser().exists() or (name := parse_name(model)) is None:
+            continue
+        with report_on_stderr() as progress:
+            found = locate(name, progress=replace(progress, say=partial(log.info, "%s")))
+        changes[setting] = str(found.folder)
+    if "model" in changes and not settings.served_model_name:
+        changes["served_model_name"] = (settings.model,)
+    return replace(settings, **changes)
 
 
 def check_packages(settings: ServerSettings) -> None:

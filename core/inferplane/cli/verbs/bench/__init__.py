@@ -85,7 +85,10 @@ def _by_kind(values: dict[str, int]) -> str:
 def run(args: argparse.Namespace, screen: Screen) -> int:
     """Check the options, measure, report."""
     check(args)
+    from inferplane.cli.model_loading import locate_models
     from inferplane.cli.verbs.bench import measurements, report
+
+    locate_models(args, screen)
 
     measurement = (
         measurements.measure_startup(args, screen)

@@ -1,0 +1,59 @@
+"""Download a model, or the newest revision of one that is in the cache; prints the folder.
+
+Only files that are read are downloaded: config, safetensors, tokenizer and chat template; never pickles. An interrupted
+download goes on where it was; sizes and hashes are checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from inferplane.cli.arguments import Parser, add_examples, add_json
+from inferplane.cli.screen import Screen
+from inferplane.errors import UsageError
+from inferplane.hub import FORMS, HubSettings, ModelName, fetch, near_short_names, parse_name
+
+SCHEMA = 1
+
+
+def add_arguments(parser: Parser) -> None:
+    """Options of `pull`."""
+    parser.usage = f"{parser.prog} NAME [options]"
+    add_name(parser)
+    add_json(parser)
+    add_examples(parser, "qwen3:0.6b", "hf:HuggingFaceTB/SmolLM2-135M-Instruct@main", "ms:Qwen/Qwen3-0.6B")
+
+
+def add_name(parser: Parser) -> None:
+    """The positional NAME."""
+    parser.add_argument("name", metavar="NAME", help="hf:ORG/NAME[@REVISION], ORG/NAME, ms:ORG/NAME, or a short name")
+
+
+def as_name(text: str) -> ModelName:
+    """The name of a model.
+
+    Raises:
+        UsageError: the text is none.
+    """
+    name = parse_name(text)
+    if name is None:
+        near = near_short_names(text)
+        remedy = f"perhaps {near[0]} was meant" if near else "see `inferplane list --names`"
+        raise UsageError(f"{text!r} is no name of a model.", there_is=FORMS, remedy=remedy)
+    return name
+
+
+def run(args: argparse.Namespace, screen: Screen) -> int:
+    """Download and print."""
+    from inferplane.cli.model_loading import fetching
+
+    name = as_name(args.name)
+    with fetching(name, screen) as progress:
+        found = fetch(name, settings=HubSettings.from_environment(), progress=progress)
+    size = sum(path.stat().st_size for path in found.folder.iterdir() if path.is_file())
+    if args.json:
+        data = {"schema": SCHEMA, "model": args.name, "repository": name.repository, "source": name.source}
+        screen.facts({**data, "commit": found.commit, "folder": str(found.folder), "bytes": size})
+    else:
+        screen.stream(f"{found.folder}\n")
+    return 0

@@ -1,0 +1,98 @@
+"""Show what a name stands for, where the model lies, its commit and its files.
+
+Of a model that is not in the cache, the hub says what a download would bring; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from inferplane.cli.arguments import Parser, add_json, add_offline
+from inferplane.cli.screen import Screen
+from inferplane.cli.verbs.pull import add_name, as_name
+from inferplane.hub import HubSettings, ModelName, find
+from inferplane.hub.cache import CachedSnapshot, find_snapshot
+from inferplane.hub.names import HUGGING_FACE
+from inferplane.hub.progress import format_size
+from inferplane.hub.settings import is_offline
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SCHEMA = 1
+
+
+def add_arguments(parser: Parser) -> None:
+    """Options of `show`."""
+    parser.usage = f"{parser.prog} NAME [options]"
+    add_name(parser)
+    add_offline(parser)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace, screen: Screen) -> int:
+    """Look up and print."""
+    name = as_name(args.name)
+    data: dict[str, Any] = {"model": name.full, "license": name.short.license if name.short else "", "gated": None}
+    snapshot = _snapshot(name)
+    if snapshot is not None:
+        data |= {"commit": snapshot.commit, "folder": str(snapshot.folder), "whole": snapshot.is_whole}
+        data |= {"files": snapshot.files(), "architecture": _architecture(snapshot)}
+    elif name.source == HUGGING_FACE and not is_offline():
+        data |= _ask_hub(name, screen)
+    else:
+        data |= {"commit": "", "folder": None, "whole": False, "files": {}, "architecture": ""}
+    if args.json:
+        screen.facts({"schema": SCHEMA, **data})
+    else:
+        screen.show(_table(data))
+    return 0
+
+
+def _snapshot(name: ModelName) -> CachedSnapshot | None:
+    settings = HubSettings.from_environment()
+    if name.source == HUGGING_FACE:
+        return find_snapshot(settings.cache, name)
+    found = find(name, settings)
+    return None if found is None else CachedSnapshot(found.folder, found.commit)
+
+
+def _ask_hub(name: ModelName, screen: Screen) -> dict[str, Any]:
+    """What the hub has under a name."""
+    from inferplane.hub.connection import HubConnection
+    from inferplane.hub.repository import read_repository
+
+    repository = read_repository(HubConnection(HubSettings.from_environment(), screen.note), name)
+    found: dict[str, Any] = {"commit": repository.commit, "folder": None, "whole": False, "gated": repository.gated}
+    found |= {"license": repository.license} if repository.license else {}
+    return {**found, "files": {file.name: file.size for file in repository.files}, "architecture": ""}
+
+
+def _architecture(snapshot: CachedSnapshot) -> str:
+    """The architecture that the config names; empty without one."""
+    import json
+
+    try:
+        names = json.loads((snapshot.folder / "config.json").read_bytes())["architectures"]
+        return str(names[0])
+    except (OSError, ValueError, TypeError, KeyError, IndexError, RecursionError):
+        return ""
+
+
+def _table(data: dict[str, Any]) -> Table:
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    folder = data["folder"] or "not in the cache"
+    whole = "" if data["whole"] or data["folder"] is None else ", not whole (`inferplane pull` fetches the rest)"
+    rows = [("model", data["model"]), ("commit", data["commit"]), ("folder", f"{folder}{whole}")]
+    rows += [("architecture", data["architecture"]), ("license", data["license"])]
+    rows += [("access", "gated: the publisher grants it")] if data["gated"] else []
+    for what, words in rows:
+        if words:
+            grid.add_row(what, words)
+    grid.add_row("files", format_size(sum(data["files"].values())))
+    for name, size in data["files"].items():
+        grid.add_row("", f"{name}  {format_size(size)}")
+    return grid

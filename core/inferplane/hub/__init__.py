@@ -1,0 +1,25 @@
+"""Models by name: finds them in the caches of Hugging Face and ModelScope, and downloads what is missing.
+
+Only files that are read are fetched, never pickles, each checked by size and hash. Without torch.
+"""
+
+from inferplane.hub.location import Location
+from inferplane.hub.lookup import fetch, find, locate
+from inferplane.hub.names import FORMS, ModelName, near_short_names, parse_name
+from inferplane.hub.progress import DownloadProgress, report_on_stderr
+from inferplane.hub.settings import HubSettings, forbid_downloads
+
+__all__ = [
+    "FORMS",
+    "DownloadProgress",
+    "HubSettings",
+    "Location",
+    "ModelName",
+    "fetch",
+    "find",
+    "forbid_downloads",
+    "locate",
+    "near_short_names",
+    "parse_name",
+    "report_on_stderr",
+]

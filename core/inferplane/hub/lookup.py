@@ -1,0 +1,205 @@
+"""Finds a model by its name in the cache, and downloads what is missing."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from urllib.parse import quote
+
+from inferplane.errors import CapacityError, UsageError
+from inferplane.hub.cache import RepositoryCache, list_repositories
+from inferplane.hub.connection import HubConnection
+from inferplane.hub.download import disk_error, download
+from inferplane.hub.location import Location
+from inferplane.hub.memory import explain_memory, memory_bytes
+from inferplane.hub.names import MODELSCOPE, ModelName, near_short_names
+from inferplane.hub.progress import DownloadProgress, format_size, report_on_stderr
+from inferplane.hub.repository import RemoteFile, Repository, no_gguf, read_repository, refusal, weight_bytes
+from inferplane.hub.settings import HubSettings
+
+SPARE_BYTES = 64 * 2**20
+"""Bytes of the disk that a download leaves free."""
+
+
+def find(name: ModelName, settings: HubSettings | None = None) -> Location | None:
+    """The model's folder in the cache, if all is there that running it reads; connects to nothing."""
+    if name.source == MODELSCOPE:
+        from inferplane.hub import modelscope
+
+        return modelscope.find(name)
+    settings = settings or HubSettings.from_environment()
+    snapshot = RepositoryCache(settings.cache, name.repository).find(name.revision)
+    return Location(snapshot.folder, snapshot.commit) if snapshot is not None and snapshot.is_whole else None
+
+
+def locate(
+    name: ModelName,
+    *,
+    configs: bool = False,
+    settings: HubSettings | None = None,
+    progress: DownloadProgress | None = None,
+) -> Location:
+    """The model's folder: in the cache if it is there, without a look at the hub; else downloaded.
+
+    Args:
+        name: the model's.
+        configs: only its config is read.
+        settings: the hub; None: that of the environment.
+        progress: what to report to; None: standard error.
+
+    Raises:
+        InferplaneError: as `fetch`.
+    """
+    if name.part is not None:
+        raise no_gguf(name)
+    settings = settings or HubSettings.from_environment()
+    if found := find(name, settings):
+        return found
+    if name.source != MODELSCOPE:
+        snapshot = RepositoryCache(settings.cache, name.repository).find(name.revision)
+        # Without a tokenizer a model runs on token ids; whether the repository has one only the hub knows.
+        has_config = snapshot is not None and snapshot.has_config
+        if snapshot is not None and has_config and (configs or (settings.offline and snapshot.has_weights)):
+            return Location(snapshot.folder, snapshot.commit)
+    return fetch(name, configs=configs, settings=settings, progress=progress)
+
+
+def fetch(
+    name: ModelName,
+    *,
+    configs: bool = False,
+    settings: HubSettings | None = None,
+    progress: DownloadProgress | None = None,
+) -> Location:
+    """Download what the cache lacks of the newest commit of a model's revision.
+
+    Args:
+        name: the model's.
+        configs: download only configs.
+        settings: the hub; None: that of the environment.
+        progress: what to report to; None: standard error.
+
+    Raises:
+        UsageError: there is no such repository or revision, downloads are off, or its format is not read.
+        DownloadError: the hub cannot be reached or refuses.
+        CapacityError: the disk is too small.
+        CheckpointError: the repository has no weights that are read, or a file does not have its hash.
+    """
+    settings = settings or HubSettings.from_environment()
+    if name.part is not None:
+        raise no_gguf(name)
+    if settings.offline:
+        raise _not_in_cache(name, settings)
+    if progress is None:
+        with report_on_stderr() as progress:
+            return fetch(name, configs=configs, settings=settings, progress=progress)
+    if name.source == MODELSCOPE:
+        from inferplane.hub import modelscope
+
+        return modelscope.fetch(name, progress)
+    return _Fetch(name, settings, progress).run(configs=configs)
+
+
+class _Fetch:
+    """One download of a repository of Hugging Face."""
+
+    def __init__(self, name: ModelName, settings: HubSettings, progress: DownloadProgress) -> None:
+        self.name, self.settings, self.progress = name, settings, progress
+        self.connection = HubConnection(settings, progress.say)
+        self.cache = RepositoryCache(settings.cache, name.repository)
+
+    def run(self, *, configs: bool) -> Location:
+        """Download all, or only configs."""
+        repository = read_repository(self.connection, self.name)
+        repository.check_kind()
+        files = repository.configs() if configs else repository.small_files()
+        if not configs:
+            files += repository.weight_files(lambda file: self._read(repository, file))
+        self._check_disk(files)
+        missing = self._missing_bytes(files)
+        if missing and not configs:
+            self._announce(repository, files, missing)
+        total, done = sum(file.size for file in files), 0
+        try:
+            for file in files:
+                self._download(repository, file, done, total)
+                done += file.size
+            for file in files:  # not before all are there: what finds weights in a snapshot finds all of them
+                self.cache.link(repository.commit, file.name, file.digest)
+            if not configs or self.cache.find(self.name.revision) is None:  # configs replace no whole snapshot
+                self.cache.write_reference(self.name.revision, repository.commit)
+        except OSError as error:
+            raise disk_error(error, self.cache.folder) from error
+        return Location(self.cache.snapshots / repository.commit, repository.commit)
+
+    def _announce(self, repository: Repository, files: Sequence[RemoteFile], missing: int) -> None:
+        """Say what is downloaded, how large it is and where it goes; and if it is too large for this machine."""
+        total = sum(file.size for file in files)
+        part = f" ({format_size(total - missing)} are there)" if missing < total else ""
+        self.progress.say(
+            f"fetching {self.name.full} at {repository.commit[:12]}: {format_size(total)}{part} "
+            f"from {self.settings.endpoint} to {self.cache.folder}"
+        )
+        if words := explain_memory(weight_bytes(files), memory_bytes(), self.name.text):
+            self.progress.say(words)
+
+    def _download(self, repository: Repository, file: RemoteFile, done: int, total: int) -> None:
+        url = f"{self.settings.endpoint}/{self.name.repository}/resolve/{repository.commit}/{quote(file.name)}"
+        download(
+            self.connection,
+            self.cache,
+            file,
+            url,
+            lambda response: refusal(response, self.name, self.connection),
+            lambda have: self.progress.count(done + have, total),
+        )
+
+    def _read(self, repository: Repository, file: RemoteFile) -> bytes:
+        """The content of a small file, which is then in the cache."""
+        self._check_disk([file])
+        try:
+            self._download(repository, file, 0, file.size)
+            return (self.cache.blobs / file.digest).read_bytes()
+        except OSError as error:
+            raise disk_error(error, self.cache.folder) from error
+
+    def _missing_bytes(self, files: Sequence[RemoteFile]) -> int:
+        """Bytes that are not in the cache, half a download aside."""
+        missing = 0
+        for file in files:
+            final = self.cache.blobs / file.digest
+            partial = final.with_name(f"{file.digest}.incomplete")
+            have = next((p.stat().st_size for p in (final, partial) if p.is_file()), 0)
+            missing += max(0, file.size - have)
+        return missing
+
+    def _check_disk(self, files: Sequence[RemoteFile]) -> None:
+        """Raise CapacityError if the disk is too small for what is missing."""
+        missing = self._missing_bytes(files)
+        try:
+            self.cache.folder.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self.cache.folder).free
+        except OSError as error:
+            raise disk_error(error, self.settings.cache) from error
+        if missing and missing + SPARE_BYTES > free:
+            raise CapacityError(
+                f"{self.name.full} needs {format_size(missing)} more, and {self.settings.cache} has "
+                f"{format_size(free)} free.",
+                remedy="free space (`inferplane list`, `inferplane rm NAME`), or set HF_HOME to another disk",
+            )
+
+
+def _not_in_cache(name: ModelName, settings: HubSettings) -> UsageError:
+    """The error for a model that would have to be downloaded while that is off."""
+    if name.source == MODELSCOPE:
+        there: list[str] = []
+    else:
+        there = [repository for repository, cache in list_repositories(settings.cache) if cache.list_snapshots()]
+    near = near_short_names(name.text)
+    known = f" Short names: {', '.join(near)}." if near and name.short is None else ""
+    listed = ", ".join(there[:5]) + (f" and {len(there) - 5} more" if len(there) > 5 else "")
+    return UsageError(
+        f"Model {name.text!r} is no folder, and not whole in the cache; downloads are off.{known}",
+        there_is=f"in {settings.cache}: {listed or 'no model'}",
+        remedy=f"without --offline and HF_HUB_OFFLINE: `inferplane pull {name.text}`",
+    )
