@@ -240,8 +240,9 @@ one of these (a `text_config` with its model type), the text part is served, and
 is refused, with the nearest one; [adding a model](adding-a-model.md) says how to add it.
 
 Models with recurrent layers (short convolutions, delta nets, Mamba-2: LFM2, Qwen3-Next, Falcon-H1, Nemotron-H, Granite
-4 hybrid) keep a state of each sequence, which cannot return to an earlier token. So they verify no drafts
-(`speculative_config` is refused), reuse a prefix only where a step ended, capture no steps, and run on one rank.
+4 hybrid) keep a state of each sequence, which cannot return to an earlier token. So they reuse a prefix only where a
+step ended, and compute accepted tokens again, in a step of their own, where a draft after them was refused. n-grams and
+draft models without such layers draft for them; `mtp` and `eagle` are refused.
 
 | models | architecture | model type | form |
 |---|---|---|---|

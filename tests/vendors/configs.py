@@ -229,7 +229,7 @@ EXPERTS = (
 COMPOSED_ATTENTION = ("gpt_oss", "gemma2")
 """Families with sinks or a soft cap: core composes their attention where a backend's kernels do not compute these."""
 RECURRENT = ("lfm2", "qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "falcon_h1")
-"""Families with recurrent layers, which take no drafts."""
+"""Families with recurrent layers, for which no layer behind the model drafts."""
 OWN_ATTENTION = tuple(family for family in FAMILIES if family not in (*COMPOSED_ATTENTION, *RECURRENT))
 """Families that the engine serves with drafts on a backend's own kernels."""
 

@@ -101,7 +101,7 @@ def _head(data: Mapping[str, Any], architectures: Sequence[str]) -> Iterator[Lin
     yield [(f"weights {words}, {cache}", "")]
     if states := data.get("states"):
         words = f"{states['layers']} recurrent layer(s) keep {states['sequence_bytes'] / MIB:,.1f} MiB of each sequence"
-        yield [(f"{words}; drafts are refused", "")]
+        yield [(f"{words}; refused drafts cost a step", "")]
 
 
 def _windows(data: Mapping[str, Any]) -> str:

@@ -63,6 +63,8 @@ class Request:
         state: the slots of its states; None while it has none.
         stops: numbers of its tokens at which a step has to end, so that the states there can be found later.
         computed: tokens whose KV entries are in the cache.
+        recomputed: known tokens that the next steps compute once more, since drafts behind them were refused and its
+            states went past them.
         hashes: hashes of its full blocks, as far as they were needed.
         drafts: tokens to verify in the next step.
         pooled: the hidden states of its prompt, pooled so far: float32 `[D]` on the host.
@@ -86,6 +88,7 @@ class Request:
     state: StateSlots | None = None
     stops: tuple[int, ...] = ()
     computed: int = 0
+    recomputed: int = 0
     hashes: list[bytes] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
     pooled: torch.Tensor | None = None
@@ -142,8 +145,13 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        """Known tokens whose entries are not in the cache yet; 1 while it decodes."""
+        """Known tokens whose entries are not in the cache yet; 1 while it decodes, unless drafts were refused."""
         return self.tokens - self.computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether its next step computes its newest token, and no others but those that it computes once more."""
+        return self.remaining <= 1 + self.recomputed
 
     @property
     def max_cached_tokens(self) -> int:

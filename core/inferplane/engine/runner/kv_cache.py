@@ -12,7 +12,7 @@ import torch
 
 from inferplane.binding import Plan
 from inferplane.engine.runner.options import RunnerOptions
-from inferplane.errors import CapacityError, UnsupportedModelError, UsageError, warn
+from inferplane.errors import CapacityError, UsageError, warn
 from inferplane.kvcache import StatePool, blocks_held, paged_layout
 from inferplane.kvcache.tables import Windows
 from inferplane.ops import CausalLM, Op
@@ -214,8 +214,7 @@ def check_options(model: CausalLM, options: RunnerOptions, name: str) -> None:
         model: bound with the options. name: of its files, for errors.
 
     Raises:
-        UsageError: tokens would be drafted, for this model or by it.
-        UnsupportedModelError: several ranks would share the model.
+        UsageError: it would draft for another model, or a layer behind it would draft.
     """
     if not model.state_requests():
         return
@@ -224,12 +223,8 @@ def check_options(model: CausalLM, options: RunnerOptions, name: str) -> None:
             f"{name} has recurrent layers, so it cannot draft for another model.",
             remedy="use a draft model without recurrent layers, or method='ngram'",
         )
-    if options.num_drafts or options.has_draft_layer or options.draft is not None:
+    if options.has_draft_layer:
         raise UsageError(
-            f"speculative_config with {name}: its recurrent layers cannot take back the tokens of refused drafts.",
-            remedy="leave speculative_config out",
-        )
-    if options.ranks > 1:
-        raise UnsupportedModelError(
-            f"{name}: recurrent layers on {options.ranks} ranks.", there_is="one rank", remedy="do not share the model"
+            f"{name} has recurrent layers, so no layer behind it can draft.",
+            remedy="use method='ngram', or 'draft_model' with a model without recurrent layers",
         )

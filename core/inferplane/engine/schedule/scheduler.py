@@ -79,8 +79,8 @@ class Scheduler:
         lookahead: tokens after a block that its hash covers too, because its entries depend on them.
         windows: the widest attention window of the layers of each block table, in tokens; None: a layer attends to all
             tokens.
-        states: the slots of recurrent layers' states; None: no layer keeps any. With them drafts are not verified,
-            because a state cannot return to an earlier token; prefixes are reused at whose end a step ended.
+        states: the slots of recurrent layers' states; None: no layer keeps any. With them prefixes are reused at whose
+            end a step ended, and after a step that refuses drafts the next one begins where that step did.
 
     Attributes: `tables`, the sequences' blocks; its `extend`, `extend_all` and `release_beyond` are here too.
     """
@@ -161,11 +161,11 @@ class Scheduler:
         """
         budget, before = self.limits.max_num_batched_tokens, self.preemptions
         chosen: dict[int, ScheduledChunk] = {}
-        order = sorted(self.running, key=lambda r: (r.remaining > 1, r.priority, r.arrival))
+        order = sorted(self.running, key=lambda r: (not r.is_decoding, r.priority, r.arrival))
         for request in order:
             if not budget or (self.preemptions != before and request not in self.running):
                 continue  # it waits for the next step, or was preempted for another sequence
-            if request.remaining > 1:
+            if not request.is_decoding:
                 budget -= self._add_drafts(chosen, budget)  # before prompts, whose chunks use up the budget
             count = min(request.remaining, budget, request.max_chunk_tokens)
             if request.stops:
@@ -195,8 +195,6 @@ class Scheduler:
 
         Called after every decode token has its blocks: drafts never preempt a sequence.
         """
-        if self.states is not None:
-            return 0
         before = budget
         for key, s in chosen.items():
             request = s.request
@@ -204,13 +202,21 @@ class Scheduler:
                 break
             if not request.drafts or s.drafts or not s.samples_next:
                 continue
-            # Drafts past the end of the sequence would be discarded.
-            drafts = request.drafts[: min(budget, max(0, request.max_cached_tokens - request.tokens))]
+            drafts = request.drafts[: min(budget, self.max_drafts(request))]
             while drafts and not self.extend(request, request.tokens + len(drafts)):
                 drafts = drafts[:-1]
             chosen[key] = ScheduledChunk(request, s.count, tuple(drafts))
             budget -= len(drafts)
         return before - budget
+
+    def max_drafts(self, request: Request) -> int:
+        """The largest number of drafts that the next step may verify after a sequence's known tokens."""
+        if request.recomputed:
+            return 0  # so that its states get ahead, whatever is refused
+        most = request.max_cached_tokens - request.tokens  # drafts past its end would be discarded
+        if self.states is not None and self.root is not None:
+            most = min(most, -request.tokens % self.block_tokens)  # a step ends where a block does, to be found there
+        return max(0, most)
 
     def _next_waiting(self) -> Request | None:
         """The next waiting request: by priority, preempted ones first, the tenant that runs least, arrival."""
@@ -282,7 +288,7 @@ class Scheduler:
         """Release all blocks and drafts of a running sequence; it waits, and is computed again from its tokens."""
         self.running.remove(request)
         self.release(request)
-        request.computed, request.drafts = 0, []
+        request.computed, request.recomputed, request.drafts = 0, 0, []
         request.preemptions += 1
         self.preemptions += 1
         self.waiting.append(request)
@@ -316,11 +322,18 @@ class Scheduler:
         """Record a step that ran: the chunk's known tokens and its first `accepted` drafts are in the cache now; full
         blocks can be found by their content from now on.
 
+        Where a sequence has states and a draft was refused, none of that holds: the states went past the draft, so the
+        next step reads those before this step, and computes its known and accepted tokens once more.
+
         Call it after the sequence's new tokens were appended to `generated`, and before `remove`.
         """
         request = chunk.request
-        request.computed += chunk.count + accepted
         request.drafts = []  # they were guesses for positions that are decided now
+        if self.states is not None and accepted < len(chunk.drafts):
+            request.recomputed = chunk.count + accepted
+            return
+        request.recomputed = max(0, request.recomputed - chunk.count)
+        request.computed += chunk.count + accepted
         full, rest = divmod(request.computed, self.block_tokens)
         if self.root is not None:
             self._hash(request, request.computed)

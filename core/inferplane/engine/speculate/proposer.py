@@ -15,7 +15,8 @@ class VerifiedChunk:
     """What one sequence did in a step that is over.
 
     Args:
-        request: the sequence; its new tokens are in `generated`, and `computed` counts the accepted rows.
+        request: the sequence; its new tokens are in `generated`, and `computed` counts the accepted rows, unless
+            they are computed once more because the sequence has states and a draft was refused.
         first: `computed` before the step: the position of its first row.
         row: its first token row in the step.
         rows: rows that count: known tokens and accepted drafts.
@@ -45,7 +46,7 @@ class Proposer:
         Args:
             chunks: every sequence of the step that goes on, also those that get no drafts, whose entries a proposer
                 with a cache writes here.
-            max_drafts: maximum number of drafts of each; 0 for sequences that still prefill.
+            max_drafts: maximum number of drafts of each; 0 for sequences that do not decode next.
             hidden: hidden states after the final norm `[rows of the step, D]`.
         """
         raise NotImplementedError

@@ -84,14 +84,12 @@ class Speculator:
 
     def _max_drafts(self, alive: Sequence[VerifiedChunk]) -> list[int]:
         """The maximum number of drafts of each sequence, adapted to its last verification, which is recorded here; 0
-        while a prompt is read.
+        while a prompt is read, or tokens are computed once more.
         """
         for c in alive:
             self.lengths.observe(c.request, c.num_drafts, c.num_accepted)
         return [
-            min(self.lengths.length(c.request), c.request.max_cached_tokens - c.request.tokens)
-            if c.request.remaining == 1
-            else 0
+            min(self.lengths.length(c.request), self.scheduler.max_drafts(c.request)) if c.request.remaining == 1 else 0
             for c in alive
         ]
 

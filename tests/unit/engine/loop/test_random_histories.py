@@ -85,8 +85,6 @@ class Histories(RuleBasedStateMachine):
         self.doomed, self.interrupts = set(), []
         if pool["windows"][0] is not None:
             pool["recurrent"] = 0
-        if pool["recurrent"]:
-            pool["script"] = None  # a state cannot take back a refused draft
         self.engine = engine(**pool, spec={"verify_strategy": "target_match"} if pool["script"] else None)
         self.engine.fail_for = self.fail_for
 

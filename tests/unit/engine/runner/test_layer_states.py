@@ -12,7 +12,7 @@ from inferplane.cli import main
 from inferplane.cli.main import DONE
 from inferplane.engine import ModelFiles, Runner, RunnerOptions
 from inferplane.engine.runner.estimate import estimate
-from inferplane.errors import CapacityError, UnsupportedModelError, UsageError
+from inferplane.errors import CapacityError, UsageError
 from inferplane.kvcache import StatePool
 from inferplane.models import Config
 from inferplane.plugins import host
@@ -166,7 +166,7 @@ def test_explain_and_estimate_say_it(tmp_path, capsys, monkeypatch):
         layers = config["layer_types"].count("conv")
         assert main.main(["explain", str(path), "--device", "cpu"]) == DONE
         text = capsys.readouterr().out
-        assert f"{layers} recurrent layer(s) keep 0.0 MiB of each sequence; drafts are refused" in text
+        assert f"{layers} recurrent layer(s) keep 0.0 MiB of each sequence; refused drafts cost a step" in text
         assert cache in text
         assert main.main(["explain", str(path), "--device", "cpu", "--json"]) == DONE
         assert json.loads(capsys.readouterr().out)["states"] == {"layers": layers, "sequence_bytes": 2 * layers * LAYER}
@@ -181,28 +181,30 @@ def test_steps_are_not_captured():
         assert "captured steps have no slots" in llm.explain()["decode_steps"]["off"]
 
 
+@pytest.mark.parametrize("limits", [{}, {"max_num_batched_tokens": 7}])
+@pytest.mark.parametrize(("method", "config"), [("ngram", LFM2), ("ngram", ONLY_STATES), ("draft_model", LFM2)])
+def test_drafts_change_no_tokens(method, config, limits):
+    model = {"model": {**LLAMA, "vocab_size": config["vocab_size"]}} if method == "draft_model" else {}
+    speculative = {"method": method, "num_speculative_tokens": 4, **model}
+    expected = alone(config)
+    with LLM(config, **{**OPTIONS, **limits}, speculative_config=speculative) as llm:
+        for _ in range(2):
+            assert [r.token_ids for r in llm.generate(PROMPTS, GREEDY)] == expected
+        assert llm.engine.stats()["spec_decode_num_draft_tokens_total"] > 0
+        s = llm.engine.scheduler
+        assert s.states.available == s.states.total and llm.engine.allocator.used == 0
+
+
 # -- refused
 
 
-@pytest.mark.parametrize(
-    "speculative_config",
-    [
-        {"method": "ngram", "num_speculative_tokens": 2},
-        {"method": "draft_model", "model": LLAMA, "num_speculative_tokens": 2},
-    ],
-)
-def test_drafts_are_refused(speculative_config):
-    with pytest.raises(UsageError, match="cannot take back the tokens of refused drafts") as caught:
-        LLM(LFM2, **OPTIONS, speculative_config=speculative_config)
-    assert caught.value.remedy == "leave speculative_config out"
+def test_layers_behind_it_do_not_draft():
+    with pytest.raises(UsageError, match="no layer behind it can draft") as caught:
+        LLM(LFM2, **OPTIONS, speculative_config={"method": "mtp", "num_speculative_tokens": 2})
+    assert "method='ngram'" in caught.value.remedy
 
 
 def test_a_recurrent_model_does_not_draft():
     vocab = {**LFM2, "vocab_size": LLAMA["vocab_size"]}
     with pytest.raises(UsageError, match="has recurrent layers, so it cannot draft"):
         LLM(LLAMA, **OPTIONS, speculative_config={"method": "draft_model", "model": vocab, "num_speculative_tokens": 2})
-
-
-def test_several_ranks_are_refused():
-    with pytest.raises(UnsupportedModelError, match="recurrent layers on 2 ranks"):
-        planned(LFM2, dtype="float32", ranks=2)

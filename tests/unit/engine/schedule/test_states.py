@@ -1,4 +1,5 @@
-"""Sequences with states: however a sequence is cut, mixed, preempted or repeated, its states are those of one pass."""
+"""Sequences with states: however a sequence is cut, mixed, preempted, repeated or drafted, its states are those of one
+pass."""
 
 from __future__ import annotations
 
@@ -59,6 +60,17 @@ def generate_alone(prompt, count):
     return generated
 
 
+def choose(chunk, results, row):
+    """The tokens behind a chunk whose first row is `row`: accepted drafts, and one that is new."""
+    at = row + chunk.count - 1
+    tokens = [int(results[at])]
+    for i, draft in enumerate(chunk.drafts, 1):
+        if draft != tokens[-1]:
+            break
+        tokens.append(int(results[at + i]))
+    return tokens
+
+
 def check_slots(s):
     """Every running sequence writes a slot of its own, and reads one that none writes; no waiting one has any, and none
     is lost."""
@@ -80,16 +92,19 @@ def check_slots(s):
     slots=st.integers(1, 5),
     tokens=st.integers(1, 24),
     repeats=st.lists(st.booleans(), min_size=1, max_size=7),
+    wrong=st.lists(st.sampled_from([None, 0, 0, 1, 2, 9]), min_size=1, max_size=7),
+    caching=st.booleans(),
 )
-def test_states_are_those_of_one_pass(requests, blocks, batch, slots, tokens, repeats):
-    s = Scheduler(BlockAllocator(blocks), BLOCK, Limits(batch, tokens, 40), root_hash, states=StatePool(slots))
+def test_states_are_those_of_one_pass(requests, blocks, batch, slots, tokens, repeats, wrong, caching):
+    root = root_hash if caching else None
+    s = Scheduler(BlockAllocator(blocks), BLOCK, Limits(batch, tokens, 40), root, states=StatePool(slots))
     model = Model(s.states.slots)
     live, leaving = [], {}
     for i, (length, most, priority, patience) in enumerate(requests):
         live.append(Request(i, [t % 5 for t in range(length)], SamplingParams(max_tokens=most), priority=priority))
         leaving[i] = patience
         s.add(live[-1])
-    for now in range(60 + sum(n + 2 * most for n, most, *_ in requests) * 2):
+    for now in range(60 + sum(n + 2 * most for n, most, *_ in requests) * 3):
         for r in live:
             if r.request_id % 3 == 2 and leaving[r.request_id] == now and r.finish_reason is None:
                 r.finish_reason = "abort"
@@ -98,20 +113,21 @@ def test_states_are_those_of_one_pass(requests, blocks, batch, slots, tokens, re
         check_slots(s)
         if not chosen:
             break
-        for r in s.running:
-            r.drafts = [1, 2]
         step = make_batch(s.queries(chosen), block_tokens=BLOCK, device="cpu")
         results = [model(step) for _ in range(1 + repeats[now % len(repeats)])]  # as after an interrupt
         assert all(torch.equal(results[0], again) for again in results)
-        for c, stop in zip(chosen, step.lens().query_start[1:]):
-            assert not c.drafts
-            if c.samples_next:
-                row = stop - 1 if step.logit_rows is None else int(step.logit_rows[step.logit_rows < stop].max())
-                c.request.generated.append(int(results[0][row]))
-            s.commit(c)
-            if len(c.request.generated) == c.request.params.max_tokens:
-                c.request.finish_reason = "length"
-                s.remove(c.request)
+        for i, (c, row) in enumerate(zip(chosen, step.lens().query_start)):
+            r = c.request
+            found = choose(c, results[0], row) if c.samples_next else []
+            r.generated += found
+            s.commit(c, max(0, len(found) - 1))
+            if len(r.generated) == r.params.max_tokens:
+                r.finish_reason = "length"
+                s.remove(r)
+            elif found and (first := wrong[(now + i) % len(wrong)]) is not None:
+                assert r.is_decoding and r.remaining <= 1 + len(c.drafts) + c.count
+                r.drafts = generate_alone(r.prompt, len(r.generated) + 5)[len(r.generated) :]
+                r.drafts[first:] = [draft + 1 for draft in r.drafts[first:]]
         check_slots(s)
     assert not s.running and not s.waiting
     assert s.states.available == slots and s.allocator.used == 0
@@ -120,22 +136,29 @@ def test_states_are_those_of_one_pass(requests, blocks, batch, slots, tokens, re
         assert r.finish_reason == "abort" or len(r.generated) == r.params.max_tokens
 
 
+def run_step(s, model):
+    """The chunks of a step, which has run; sequences that have all tokens are removed."""
+    chosen = s.schedule()
+    step = make_batch(s.queries(chosen), block_tokens=BLOCK, device="cpu") if chosen else None
+    results = model(step) if chosen else ()
+    for c, row in zip(chosen, step.lens().query_start if chosen else ()):
+        found = choose(c, results, row) if c.samples_next else []
+        c.request.generated += found
+        s.commit(c, max(0, len(found) - 1))
+        if len(c.request.generated) == c.request.params.max_tokens:
+            s.remove(c.request)
+    check_slots(s)
+    return chosen
+
+
 def run_all(s, model, *requests):
-    """The tokens that each request generates; all are added at once. The numbers of tokens of their steps, too."""
+    """The numbers of tokens of each request's steps; all are added at once, and get what they get alone."""
     steps = {r.request_id: [] for r in requests}
     for r in requests:
         s.add(r)
-    while chosen := s.schedule():
-        step = make_batch(s.queries(chosen), block_tokens=BLOCK, device="cpu")
-        results = model(step)
-        for c, stop in zip(chosen, step.lens().query_start[1:]):
+    while chosen := run_step(s, model):
+        for c in chosen:
             steps[c.request.request_id].append(c.count)
-            if c.samples_next:
-                c.request.generated.append(int(results[stop - 1]))
-            s.commit(c)
-            if len(c.request.generated) == c.request.params.max_tokens:
-                s.remove(c.request)
-        check_slots(s)
     assert all(r.generated == generate_alone(r.prompt, len(r.generated)) for r in requests)
     return steps
 
@@ -184,6 +207,53 @@ def test_chunks_end_at_blocks():
     assert s.states.count_prefix([b""]) == 0 and run_all(s, model, ask(1, prompt[:17])) == {1: [1]}
     off = Scheduler(BlockAllocator(40), BLOCK, Limits(4, 10, 60), states=StatePool(4))
     assert run_all(off, Model(9), ask(0, prompt)) == {0: [10, 10, 10]}
+
+
+def run_drafts(s, model, request, *drafts):
+    """Known tokens and drafts of each step of a sequence alone that is given these drafts, one list after each step."""
+    s.add(request)
+    steps, left = [], list(drafts)
+    while chosen := run_step(s, model):
+        steps += [(c.count, len(c.drafts)) for c in chosen]
+        request.drafts = left.pop(0) if left else []
+    assert request.generated == generate_alone(request.prompt, len(request.generated))
+    return steps
+
+
+def test_accepted_tokens_are_computed_again_after_a_refused_draft():
+    s = Scheduler(BlockAllocator(40), BLOCK, Limits(4, 99, 60), states=StatePool(4))
+    model, t = Model(s.states.slots), generate_alone([1, 2, 3], 12)
+    drafts = [t[1], t[2], t[3] + 1], [t[4], 0], [], [t[6], t[7], t[8] + 1]
+    steps = [(3, 0), (1, 3), (4, 0), (1, 0), (1, 3), (4, 0)]
+    assert run_drafts(s, model, ask(0, [1, 2, 3], 10), *drafts) == steps, "no drafts while tokens are computed again"
+    drafts = [t[1], t[2]], [t[4], t[5]], [t[7] + 1], [t[8]]
+    steps = [(3, 0), (1, 2), (1, 2), (1, 1), (2, 0), (1, 0), (1, 0)]
+    assert run_drafts(s, model, ask(1, [1, 2, 3], 11), *drafts) == steps, "accepted drafts are not computed again"
+
+
+def test_drafts_end_where_a_block_does():
+    """So that the states there are found."""
+    s = Scheduler(BlockAllocator(40), BLOCK, Limits(4, 99, 60), root_hash, states=StatePool(4))
+    model, request, t = Model(s.states.slots), ask(0, [1, 2], 12), generate_alone([1, 2], 12)
+    drafts = t[1:6], t[3:8], [t[7], t[8] + 1, 0], [0], [0] * 5, [0]
+    steps = [(2, 0), (1, 1), (1, 3), (1, 3), (3, 0), (1, 0), (1, 0)]
+    assert run_drafts(s, model, request, *drafts) == steps
+    again = ask(1, [1, 2, *request.generated, 4])
+    assert run_all(s, model, again) == {1: [3]} and again.cached_tokens == 12
+
+
+def test_prompts_do_not_stall_a_sequence_whose_drafts_were_refused():
+    s = Scheduler(BlockAllocator(90), BLOCK, Limits(4, 8, 200), states=StatePool(4))
+    model, decoding, prompt = Model(s.states.slots), ask(1, [1, 2, 3], 9), ask(0, [1] * 90)
+    prompt.priority = -1
+    s.add(decoding)
+    run_step(s, model)
+    decoding.drafts = [decoding.generated[0] + 1]
+    s.add(prompt)
+    for _ in range(2):
+        chosen = run_step(s, model)
+    assert {c.request.request_id: c.count for c in chosen} == {1: 2, 0: 6}
+    assert decoding.generated == generate_alone([1, 2, 3], 3)
 
 
 def test_a_sequence_without_slots_waits_and_takes_no_blocks():
