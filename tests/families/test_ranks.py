@@ -7,19 +7,20 @@ import pytest
 import torch
 
 from inferplane import LLM
-from tests.e2e.sharing import answers
-from tests.e2e.test_ranks import done, same, torchrun
+from tests.e2e.sharing import answers, share
+from tests.e2e.test_ranks import SECONDS, same
 from tests.families.cases import CASES, make
 from tests.families.experts import EXPERTS
 
 DENSE = ["olmo2-plain", "phi3-partial", "glm4-half", "cohere-heads", "arcee-plain"]
 MIXTURES = [f"{family}-{next(iter(CASES[family]))}" for family in EXPERTS]
+STATES = ["qwen3_5-plain", "nemotron_h-mixed"]
 
 
-@pytest.mark.parametrize("case", [*DENSE, *MIXTURES])
+@pytest.mark.parametrize("case", [*DENSE, *MIXTURES, *STATES])
 def test_two_ranks_answer_as_one(case, tmp_path):
     make(*case.split("-"), tmp_path / "model")
     with LLM(tmp_path / "model", device="cpu", dtype="float32", max_num_seqs=3, max_num_batched_tokens=48) as llm:
         want = answers(llm)
-    done(torchrun("tests/e2e/sharing.py", tmp_path / "model", tmp_path / "out"))
+    share(tmp_path / "model", tmp_path / "out", seconds=SECONDS)
     same(torch.load(tmp_path / "out"), want)

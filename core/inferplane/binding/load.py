@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from inferplane.binding.plan import Plan
-from inferplane.errors import CheckpointError, KernelError, first_of, in_words
+from inferplane.errors import CheckpointError, KernelError, UsageError, first_of, in_words
 from inferplane.ops import encode
 from inferplane.types import HOST, PLAIN, QTensor, Shard, Weight
 from inferplane.types.qtensor import largest
@@ -301,15 +301,16 @@ def _rows(weight: Weight, shape: tuple[int, ...]) -> int:
 
 
 def _shard_shape(name: str, shape: tuple[int, ...], shard: Shard) -> tuple[int, ...]:
-    if shard.size == 1:
+    if shard.is_whole:
         return shape
-    if shape[shard.axis] % shard.size:
+    try:
+        first, last = shard.bounds(shape[shard.axis])
+    except UsageError as error:
         raise CheckpointError(
             f"Tensor {name} has {shape[shard.axis]} entries in dimension {shard.axis}, which {shard.size} ranks cannot "
             "share equally.",
             remedy=f"choose a tensor-parallel size that divides {shape[shard.axis]}",
-        )
-    first, last = shard.bounds(shape[shard.axis])
+        ) from error
     return (*shape[: shard.axis], last - first, *shape[shard.axis + 1 :])
 
 
@@ -340,7 +341,7 @@ class DictSource:
     def read_into(self, name: str, out: torch.Tensor, shard: Shard) -> None:
         """See `TensorSource.read_into`."""
         tensor = self.tensors[name]
-        if shard.size > 1:
+        if not shard.is_whole:
             first, last = shard.bounds(tensor.shape[shard.axis])
             tensor = tensor.narrow(shard.axis, first, last - first)
         out.copy_(tensor)

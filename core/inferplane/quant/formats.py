@@ -39,7 +39,7 @@ def read_fp8_block(source: TensorSource, name: str, shard: Shard) -> QTensor:
     what = f"FP8 weight in blocks of {block}"
     _check(source, name, scales, dtype, have == want, what, f"floating-point scales {want}")
     q = QTensor(_read_fully(source, name, shape, dtype), _read_fully(source, scales, want), block=block, bits=bits)
-    if shard.size == 1:
+    if shard.is_whole:
         return q
     mine = q.shard(shard.axis, *shard.bounds(shape[shard.axis]))
     return replace(mine, block=(mine.block[0], block[1]))  # even if the slice is narrower than a block
@@ -70,7 +70,7 @@ def read_fp8_row(source: TensorSource, name: str, shard: Shard) -> QTensor:
     scale = _read_fully(source, scales, have or ())
     scale = scale.reshape(-1, 1).expand(rows, 1).contiguous()
     q = QTensor(_read_fully(source, name, shape, dtype), scale, block=(1, shape[1]), bits=bits)
-    return q if shard.size == 1 else q.shard(shard.axis, *shard.bounds(shape[shard.axis]))
+    return q if shard.is_whole else q.shard(shard.axis, *shard.bounds(shape[shard.axis]))
 
 
 ACT_SUFFIXES = (".input_scale", ".activation_scale")
@@ -133,7 +133,7 @@ def read_integers(source: TensorSource, name: str, shard: Shard, *, format: str)
         )
     scale = scale.reshape(-1, want[1]).expand(want).contiguous()
     q = QTensor(data, scale, block=(rows, columns or shape[1]), bits=bits)
-    if shard.size == 1:
+    if shard.is_whole:
         return q
     first, last = shard.bounds(shape[shard.axis])
     if shard.axis and columns and (first % columns or (last % columns and last != shape[1])):

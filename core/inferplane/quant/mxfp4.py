@@ -70,7 +70,7 @@ def read(source: TensorSource, name: str, shard: Shard) -> QTensor:
     scale = torch.ldexp(torch.full(stored.shape, 0.5), stored.int() - BIAS)  # entries are twice the values
     scale = scale.masked_fill(stored == NOT_A_NUMBER, torch.nan)
     q = QTensor(data, scale, block=FORMATS["mxfp4"][2], bits=FORMATS["mxfp4"][1])
-    if shard.size == 1:
+    if shard.is_whole:
         return q
     first, last = shard.bounds(shape[shard.axis])
     if shard.axis == 1 and (first % GROUP or last % GROUP):

@@ -215,7 +215,7 @@ def _read(source: TensorSource, name: str, shard: Shard, format: str) -> QTensor
             there_is="matrices of 16- or 32-bit floating-point numbers",
             remedy="leave quantization out",
         )
-    if shard.size > 1:
+    if not shard.is_whole:
         first, last = shard.bounds(shape[shard.axis])
         shape = (last - first, shape[1]) if shard.axis == 0 else (shape[0], last - first)
     plain = torch.empty(shape, dtype=torch.float32 if dtype is None else dtype)

@@ -60,7 +60,7 @@ def _call(fail: Fail, call: Callable[..., Any], *args: Any) -> Any:
 def _read(read: FormatReader, fail: Fail, source: TensorSource, name: str, shard: Shard) -> QTensor:
     found = _call(fail, read, source, name, shard)
     want = list(source.shape(name) or ())
-    if shard.size > 1:
+    if not shard.is_whole:
         first, last = shard.bounds(want[shard.axis])
         want[shard.axis] = last - first
     if not isinstance(found, QTensor) or found.shape != tuple(want):

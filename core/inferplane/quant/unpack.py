@@ -106,7 +106,7 @@ class UnpackedSource:
             values = self._read(f"{module}.scales", out.dtype).t()
         else:
             return self.source.read_into(name, out, shard)
-        if shard.size > 1:
+        if not shard.is_whole:
             first, last = shard.bounds(values.shape[shard.axis])
             values = values.narrow(shard.axis, first, last - first)
         out.view(values.shape).copy_(values)

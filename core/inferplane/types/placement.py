@@ -90,20 +90,38 @@ class Shard:
         axis: dimension of the part that is divided (0: rows, the outputs of a linear; 1: columns, its inputs).
         rank: this rank's index.
         size: number of ranks; 1 reads everything.
+        section: first entry, entries and total of the part of the dimension that is divided, where several are stored
+            one after another; None: all of it. A dimension of other lengths (scales of blocks) has it in proportion.
     """
 
     axis: int = 0
     rank: int = 0
     size: int = 1
+    section: tuple[int, int, int] | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of a part."""
+        return self.size == 1 and self.section is None
 
     def bounds(self, length: int) -> tuple[int, int]:
         """First and one-past-last index of this rank's slice of a dimension of `length` entries.
 
         Raises:
-            UsageError: `length` is not divisible by the number of ranks.
+            UsageError: `length`, or its section, is not divisible by the number of ranks.
         """
-        step = _equal_share(f"A dimension of {length} entries", length, self.size)
-        return self.rank * step, (self.rank + 1) * step
+        first, count = 0, length
+        if self.section is not None:
+            start, part, total = self.section
+            if length * start % total or length * part % total:
+                raise UsageError(
+                    f"A dimension of {length} entries cannot be divided where {total} entries have a section of "
+                    f"{part} from {start} on.",
+                    remedy="run it on one rank",
+                )
+            first, count = length * start // total, length * part // total
+        step = _equal_share(f"A dimension of {count} entries", count, self.size)
+        return first + self.rank * step, first + (self.rank + 1) * step
 
 
 WHOLE = Shard()

@@ -16,8 +16,28 @@ def test_shards_tile_the_dimension(size, share, axis):
     assert Placement(0, size).part("heads", size * share) == share
 
 
+@given(ranks=st.integers(1, 6), counts=st.lists(st.integers(1, 9), min_size=1, max_size=4), block=st.integers(1, 3))
+def test_sections_tile_the_dimension(ranks, counts, block):
+    """Also in a dimension that has an entry for each block of the rows."""
+    counts = [count * ranks * block for count in counts]
+    total, first, covered = sum(counts), 0, []
+    for count in counts:
+        for rank in range(ranks):
+            shard = Shard(0, rank, ranks, (first, count, total))
+            start, stop = shard.bounds(total)
+            covered += range(start, stop)
+            assert (start / block, stop / block) == shard.bounds(total // block) and not shard.is_whole
+        first += count
+    assert covered == list(range(total))
+
+
+def test_sections_that_blocks_do_not_divide():
+    with pytest.raises(UsageError, match="3 entries cannot be divided where 12 entries have a section of 6 from 6"):
+        Shard(0, 1, 2, (6, 6, 12)).bounds(3)
+
+
 def test_whole_is_everything():
-    assert WHOLE.bounds(7) == (0, 7)
+    assert WHOLE.bounds(7) == (0, 7) and WHOLE.is_whole and not Shard(0, 0, 1, (2, 4, 6)).is_whole
     assert Placement() == Placement(0, 1, 0, 1)
 
 

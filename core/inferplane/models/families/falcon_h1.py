@@ -12,7 +12,7 @@ from inferplane.models.build import Build
 from inferplane.models.parts import LayerForm, decoder_model, grouped_query_attention, mamba2, mamba2_of_config
 from inferplane.models.parts.rotation import head_size
 from inferplane.models.registry import architecture
-from inferplane.ops import ActivationMul, CausalLM, GatedMLP, HybridBlock, RecurrentBlock, SiluGate
+from inferplane.ops import ActivationMul, CausalLM, GatedMLP, HybridBlock, RecurrentBlock
 from inferplane.types import Weight
 
 FACTORS = (
@@ -84,16 +84,17 @@ def _mamba(build: Build) -> Any:
     inner = None if config.get("mamba_d_ssm") is None else config.size("mamba_d_ssm")
     found = mamba2_of_config(build, inner)
     (groups, heads), (dim, size) = found["heads"], found["dims"]
-    parts, mixer = (heads * dim, heads * dim, groups * size, groups * size, heads), mamba2(build, **found)
-    by_part, width = torch.tensor(config.numbers("ssm_multipliers", 5, 1.0)), config.size("hidden_size")
-    counts = torch.tensor(parts)
-    factors = Weight((), (sum(parts),), torch.float32, make=lambda: by_part.repeat_interleave(counts).contiguous())
     norms, first = config.flag("mamba_rms_norm"), not config.flag("mamba_norm_before_gate")
+    mixer = mamba2(build, **found, norm=norms)
+    groups, heads = build.placement.heads("mamba_n_groups", groups)[0], build.local_size("mamba_n_heads", heads)
+    parts = heads * dim, heads * dim, groups * size, groups * size, heads
+    by_part, width = torch.tensor(config.numbers("ssm_multipliers", 5, 1.0)), config.size("hidden_size")
+    factors = Weight((), (sum(parts),), torch.float32, make=lambda: by_part.repeat_interleave(torch.tensor(parts)))
 
     def block(i: int, name: str) -> RecurrentBlock:
         plain: Any = mixer(i, name).mixer
-        norm = replace(plain.norm, gate_first=first) if norms else SiluGate()
-        o = build.linear(f"{name}.out_proj", rows=width, columns=heads * dim, bias=config.flag("projectors_bias"))
+        norm, bias = replace(plain.norm, gate_first=first) if norms else plain.norm, config.flag("projectors_bias")
+        o = build.linear(f"{name}.out_proj", rows=width, columns=heads * dim, axis=1, bias=bias)
         return RecurrentBlock.around(replace(plain, norm=norm, o=o, factors=factors))
 
     return block

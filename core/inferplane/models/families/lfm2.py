@@ -60,7 +60,7 @@ def lfm2(build: Build) -> CausalLM:
             return convolution(i, f"model.layers.{i}.conv")
         block = attention(i, name)
         width, columns = block.o.weight.shape
-        return replace(block, o=build.linear(f"{name}.out_proj", rows=width, columns=columns))
+        return replace(block, o=build.linear(f"{name}.out_proj", rows=width, columns=columns, axis=1))
 
     inner = _inner_size(build)
     return decoder_model(build, mix, lambda i, name: _mlp(build, f"model.layers.{i}.feed_forward", inner), FORM)
@@ -78,6 +78,7 @@ def _inner_size(build: Build) -> int:
 
 
 def _mlp(build: Build, name: str, inner: int) -> GatedMLP:
-    width = build.config.size("hidden_size")
-    gate_up = build.linear(f"{name}.w1", f"{name}.w3", rows=2 * inner, columns=width)
-    return GatedMLP(gate_up, build.linear(f"{name}.w2", rows=width, columns=inner))
+    width, mine = build.config.size("hidden_size"), build.local_size("intermediate_size", inner)
+    gate_up = build.linear(f"{name}.w1", f"{name}.w3", rows=2 * mine, columns=width, axis=0)
+    down = build.linear(f"{name}.w2", rows=width, columns=mine, axis=1)
+    return GatedMLP(gate_up, down, reduce=build.reduce())

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from inferplane import ops
-from inferplane.errors import CheckpointError, UnsupportedModelError
+from inferplane.errors import CheckpointError
 from inferplane.models.build import Build
 from inferplane.models.parts.layers import LAYERS, layer_kinds, norm_output_quant
 from inferplane.models.parts.rotation import Rotation, head_size, rotate_all, rotation
@@ -139,13 +139,9 @@ def attention_with_gates(build: Build) -> Callable[[int, str], ops.GQABlock]:
 
     Raises:
         CheckpointError: the config lacks an entry or contradicts itself.
-        UnsupportedModelError: several ranks would share the layer.
+        UsageError: the ranks cannot share the heads.
     """
     config = build.config
-    if build.placement.tp_size > 1:
-        raise UnsupportedModelError(
-            f"{config.name}: attention with gates on {build.placement.tp_size} ranks.", there_is="one rank"
-        )
     width, dim, bias = config.size("hidden_size"), head_size(config), config.flag("attention_bias")
     ropes = rotate_all(build, rotation(build, dim, partial=True))
     attention = grouped_query_attention(build, bias=bias, out_bias=bias, norms=HeadNorms(offset=True), ropes=ropes)
@@ -155,7 +151,9 @@ def attention_with_gates(build: Build) -> Callable[[int, str], ops.GQABlock]:
         heads, kv_heads = plain.heads
         names = [f"{name}.{part}_proj" for part in "qkv"]
         rows = (2 * heads * dim, kv_heads * dim, kv_heads * dim)
-        return replace(plain, qkv=build.linear(*names, rows=rows, columns=width, bias=bias), output_gate=True)
+        shards = tuple(plain.qkv.weight.shard_of(part) for part in range(3))
+        qkv = build.linear(*names, rows=rows, columns=width, bias=bias, shards=shards)
+        return replace(plain, qkv=qkv, output_gate=True)
 
     return block
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +17,7 @@ from inferplane import ops
 from inferplane.errors import CheckpointError, UnsupportedModelError
 from inferplane.models.build import Build
 from inferplane.models.reading.config import Config
-from inferplane.types import Weight
+from inferplane.types import WHOLE, Shard, Weight
 
 
 def gated_delta_net(build: Build, *, grouped: bool) -> Callable[[int, str], ops.RecurrentBlock]:
@@ -29,37 +31,47 @@ def gated_delta_net(build: Build, *, grouped: bool) -> Callable[[int, str], ops.
 
     Raises:
         CheckpointError: the config lacks an entry or contradicts itself.
-        UnsupportedModelError: several ranks would share the layer, or the activation is another one.
+        UnsupportedModelError: the activation is another one.
+        UsageError: the ranks cannot share the heads.
     """
     config = build.config
-    _require_one_rank(build)
     config.refuse(hidden_act=("silu",))
     groups, heads = config.size("linear_num_key_heads"), config.size("linear_num_value_heads")
     k_dim, v_dim = config.size("linear_key_head_dim"), config.size("linear_value_head_dim")
     _check_groups(build, ("linear_num_value_heads", heads), ("linear_num_key_heads", groups))
     width, size = config.size("hidden_size"), config.size("linear_conv_kernel_dim")
-    channels, values = 2 * groups * k_dim + heads * v_dim, heads * v_dim
+    place, count = build.placement, build.local_size("linear_num_value_heads", heads)
+    if grouped:  # the rows of a key head, its values' among them, are stored together
+        mine, key_shard = build.local_size("linear_num_key_heads", groups), build.shard(0)
+    else:
+        mine, key_shard = place.heads("linear_num_key_heads", groups)
+    keys = groups * k_dim, key_shard
+    stored = _divide(build, keys, keys, (heads * v_dim, build.shard(0)))
+    values = count * v_dim
 
     def block(i: int, name: str) -> ops.RecurrentBlock:
         if grouped:
-            qkvz = build.linear(f"{name}.in_proj_qkvz", rows=channels + values, columns=width)
-            ba = build.linear(f"{name}.in_proj_ba", rows=2 * heads, columns=width)
+            rows = sum(stored.rows) + values
+            qkvz = build.linear(f"{name}.in_proj_qkvz", rows=rows, columns=width, axis=0)
+            ba = build.linear(f"{name}.in_proj_ba", rows=2 * count, columns=width, axis=0)
         else:
-            parts = f"{name}.in_proj_qkv", f"{name}.in_proj_z"
-            qkvz = build.linear(*parts, rows=(channels, values), columns=width)
-            ba = build.linear(f"{name}.in_proj_b", f"{name}.in_proj_a", rows=2 * heads, columns=width)
+            parts = *stored.list_names(f"{name}.in_proj_qkv"), f"{name}.in_proj_z"
+            shards = None if stored.shards is None else (*stored.shards, build.shard(0))
+            qkvz = build.linear(*parts, rows=(*stored.rows, values), columns=width, shards=shards)
+            ba = build.linear(f"{name}.in_proj_b", f"{name}.in_proj_a", rows=2 * count, columns=width, axis=0)
         norm = build.rms_norm(f"{name}.norm", v_dim)
         mixer = ops.GatedDeltaNet(
             qkvz=qkvz,
             ba=ba,
-            conv=_convolution(f"{name}.conv1d", channels, size),
-            gates=ops.DeltaRuleGates(_by_head(f"{name}.A_log", heads), _by_head(f"{name}.dt_bias", heads)),
-            rule=ops.GatedDeltaRule((groups, heads), (k_dim, v_dim)),
+            conv=_convolution(f"{name}.conv1d", stored, size),
+            gates=ops.DeltaRuleGates(*(_by_head(build, f"{name}.{part}", count) for part in ("A_log", "dt_bias"))),
+            rule=ops.GatedDeltaRule((mine, count), (k_dim, v_dim)),
             norm=ops.GatedRMSNorm(norm.weight, norm.eps),
-            o=build.linear(f"{name}.out_proj", rows=width, columns=values),
-            heads=(groups, heads),
+            o=build.linear(f"{name}.out_proj", rows=width, columns=values, axis=1),
+            heads=(mine, count),
             dims=(k_dim, v_dim),
             grouped=grouped,
+            reduce=build.reduce(),
         )
         return ops.RecurrentBlock.around(mixer)
 
@@ -76,6 +88,7 @@ def mamba2(
     bias: bool,
     eps: float,
     dt_limits: tuple[float, float],
+    norm: bool = True,
 ) -> Callable[[int, str], ops.RecurrentBlock]:
     """Return a function that builds a layer's Mamba-2 mixer, with its states, from the layer's number and the mixer's
     name.
@@ -88,27 +101,40 @@ def mamba2(
         kernel: size of the convolution. conv_bias: whether it has a bias.
         bias: whether the projections have biases.
         eps: of the norm. dt_limits: the least and the largest time step.
+        norm: whether there is one; else the gate stands alone.
 
     Raises:
         CheckpointError: the heads cannot share the groups equally.
-        UnsupportedModelError: several ranks would share the layer.
+        UnsupportedModelError: some ranks, but not all, would have to share a group, over which the norm is.
+        UsageError: the ranks cannot share the heads.
     """
-    _require_one_rank(build)
-    (groups, count), (dim, size) = heads, dims
-    _check_groups(build, ("heads", count), ("groups", groups))
-    width, inner = build.config.size("hidden_size"), count * dim
-    channels = inner + 2 * groups * size
+    (groups, all_heads), (dim, size) = heads, dims
+    _check_groups(build, ("heads", all_heads), ("groups", groups))
+    place, width = build.placement, build.config.size("hidden_size")
+    count, (mine, group_shard) = build.local_size("heads", all_heads), place.heads("groups", groups)
+    if norm and 1 < groups < place.tp_size:
+        raise UnsupportedModelError(
+            f"{build.config.name}: norms over {groups} groups of heads on {place.tp_size} ranks.",
+            there_is=f"up to {groups} ranks",
+        )
+    sums: Any = {"reduce": build.reduce(), "ranks": place.tp_size} if groups < place.tp_size else {}
+    inner, by_head, by_group = count * dim, build.shard(0), (groups * size, group_shard)
+    in_heads = all_heads * dim, by_head
+    stored = _divide(build, in_heads, in_heads, by_group, by_group, (all_heads, by_head))
+    convolved = _divide(build, in_heads, by_group, by_group)
 
     def block(i: int, name: str) -> ops.RecurrentBlock:
-        a_log, dt_bias, skip = (_by_head(f"{name}.{part}", count) for part in ("A_log", "dt_bias", "D"))
+        a_log, dt_bias, skip = (_by_head(build, f"{name}.{part}", count) for part in ("A_log", "dt_bias", "D"))
+        names, weight = stored.list_names(f"{name}.in_proj"), Weight((f"{name}.norm.weight",), (inner,), shard=by_head)
         mixer = ops.Mamba2Mixer(
-            proj=build.linear(f"{name}.in_proj", rows=inner + channels + count, columns=width, bias=bias),
-            conv=_convolution(f"{name}.conv1d", channels, kernel, bias=conv_bias),
-            scan=ops.SelectiveScan(a_log, dt_bias, skip, groups, dim, size, dt_limits),
-            norm=ops.GatedRMSNorm(Weight((f"{name}.norm.weight",), (inner,)), eps, groups, gate_first=True),
-            o=build.linear(f"{name}.out_proj", rows=width, columns=inner, bias=bias),
-            heads=heads,
+            proj=build.linear(*names, rows=stored.rows, columns=width, bias=bias, shards=stored.shards),
+            conv=_convolution(f"{name}.conv1d", convolved, kernel, bias=conv_bias),
+            scan=ops.SelectiveScan(a_log, dt_bias, skip, mine, dim, size, dt_limits),
+            norm=ops.GatedRMSNorm(weight, eps, mine, gate_first=True, **sums) if norm else ops.SiluGate(),
+            o=build.linear(f"{name}.out_proj", rows=width, columns=inner, axis=1, bias=bias),
+            heads=(mine, count),
             dims=dims,
+            reduce=build.reduce(),
         )
         return ops.RecurrentBlock.around(mixer)
 
@@ -174,38 +200,61 @@ def short_convolution(build: Build) -> Callable[[int, str], ops.RecurrentBlock]:
 
     Raises:
         CheckpointError: the config lacks an entry.
-        UnsupportedModelError: several ranks would share the layer.
+        UsageError: the ranks cannot share the channels.
     """
     config = build.config
-    _require_one_rank(build)
     width, size, bias = config.size("hidden_size"), config.size("conv_L_cache"), config.flag("conv_bias")
 
+    mine, channels = build.local_size("hidden_size", width), (width, build.shard(0))
+    stored, convolved = _divide(build, channels, channels, channels), _divide(build, channels)
+
     def block(i: int, name: str) -> ops.RecurrentBlock:
+        names = stored.list_names(f"{name}.in_proj")
         mixer = ops.ShortConv(
-            proj=build.linear(f"{name}.in_proj", rows=3 * width, columns=width, bias=bias),
-            conv=_convolution(f"{name}.conv", width, size, bias=bias, silu=False),
-            o=build.linear(f"{name}.out_proj", rows=width, columns=width, bias=bias),
+            proj=build.linear(*names, rows=stored.rows, columns=width, bias=bias, shards=stored.shards),
+            conv=_convolution(f"{name}.conv", convolved, size, bias=bias, silu=False),
+            o=build.linear(f"{name}.out_proj", rows=width, columns=mine, axis=1, bias=bias),
+            reduce=build.reduce(),
         )
         return ops.RecurrentBlock.around(mixer)
 
     return block
 
 
-def _convolution(name: str, channels: int, size: int, *, bias: bool = False, silu: bool = True) -> ops.CausalConv1d:
-    bias_weight = Weight((f"{name}.bias",), (channels,)) if bias else None
-    return ops.CausalConv1d(Weight((f"{name}.weight",), (channels, size)), bias_weight, silu)
+class _Stored(NamedTuple):
+    """Sections of rows that a checkpoint stores in one tensor, one after another, each divided over the ranks by heads:
+    this rank's rows of each, and their slices, None on one rank."""
+
+    rows: tuple[int, ...]
+    shards: tuple[Shard, ...] | None
+
+    def list_names(self, name: str) -> tuple[str, ...]:
+        """The tensor's name for each section."""
+        return (name,) * len(self.rows)
 
 
-def _by_head(name: str, heads: int) -> Weight:
-    """A number for each head; float32, because rates of decay are exponents of it."""
-    return Weight((name,), (heads,), torch.float32)
+def _divide(build: Build, *sections: tuple[int, Shard]) -> _Stored:
+    """What this rank reads of a tensor of sections, each with its rows and the slice of its heads."""
+    total = sum(rows for rows, _ in sections)
+    if build.placement.tp_size == 1:
+        return _Stored((total,), None)
+    firsts = accumulate((rows for rows, _ in sections), initial=0)
+    shards = tuple(replace(shard, section=(first, rows, total)) for (rows, shard), first in zip(sections, firsts))
+    return _Stored(tuple(rows // shard.size for rows, shard in sections), shards)
 
 
-def _require_one_rank(build: Build) -> None:
-    if build.placement.tp_size > 1:
-        raise UnsupportedModelError(
-            f"{build.config.name}: recurrent layers on {build.placement.tp_size} ranks.", there_is="one rank"
-        )
+def _convolution(name: str, stored: _Stored, size: int, *, bias: bool = False, silu: bool = True) -> ops.CausalConv1d:
+    channels, shards = sum(stored.rows), stored.shards or WHOLE
+
+    def weight(part: str, *shape: int) -> Weight:
+        return Weight(stored.list_names(f"{name}.{part}"), shape, shard=shards, rows=stored.rows)
+
+    return ops.CausalConv1d(weight("weight", channels, size), weight("bias", channels) if bias else None, silu)
+
+
+def _by_head(build: Build, name: str, heads: int) -> Weight:
+    """A number for each of this rank's heads; float32, because rates of decay are exponents of it."""
+    return Weight((name,), (heads,), torch.float32, shard=build.shard(0))
 
 
 def _check_groups(build: Build, many: tuple[str, int], few: tuple[str, int]) -> None:

@@ -204,7 +204,7 @@ class SafetensorsFolder:
             return
         row_bytes = math.prod(shape[1:]) * entry.dtype.itemsize
         rows = range(first, last) if shard.axis == 0 else range(shape[0])
-        columns = None if shard.axis == 0 or shard.size == 1 else (first, last)
+        columns = None if shard.axis == 0 or shard.is_whole else (first, last)
         if columns is None and out.dtype == entry.dtype and out.is_contiguous():
             self._read(entry, rows.start * row_bytes, out)
             return

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from inferplane.ops.collective import AllReduce
 from inferplane.ops.draw import Draw, Sequences
 from inferplane.ops.linear import Linear
 from inferplane.ops.op import BLOCK, Op, Sample, extension, placeholder, values
@@ -40,7 +41,7 @@ class GatedDeltaNet(Op, name="gated_delta_net"):
 
     Fields: `qkvz` linear D -> C + H V; `ba` linear D -> 2 H; `grouped` whether their rows are ordered by key heads,
     each with its q, k, v and z (b and a), not by q, k, v and z (b and a) of all heads; `o` linear H V -> D;
-    `heads` (G, H); `dims` (K, V).
+    `heads` (G, H) of this rank; `dims` (K, V); `reduce` sums over ranks.
 
     Source: Gated DeltaNet, arXiv 2412.06464, in the form of Qwen3-Next (transformers' Qwen3NextConfig).
     """
@@ -57,6 +58,7 @@ class GatedDeltaNet(Op, name="gated_delta_net"):
     heads: tuple[int, int]
     dims: tuple[int, int]
     grouped: bool = False
+    reduce: AllReduce | None = extension(None)
 
     def __call__(
         self, x: torch.Tensor, batch: Batch, conv_state: torch.Tensor, state: torch.Tensor
@@ -77,7 +79,8 @@ class GatedDeltaNet(Op, name="gated_delta_net"):
         q, k, v = mixed.split((keys, keys, values), 1)
         q, k = (t.unflatten(1, (groups, k_dim)) for t in (q, k))
         y, state = self.rule(q, k, v.unflatten(1, (heads, v_dim)), *self.gates(a, b), batch, state)
-        return self.o(self.norm(y, z.unflatten(1, (heads, v_dim))).flatten(1)), conv_state, state
+        y = self.o(self.norm(y, z.unflatten(1, (heads, v_dim))).flatten(1))
+        return _sum(y, self.reduce), conv_state, state
 
     def list_states(self) -> tuple[StateTensor, ...]:
         """What it keeps of a sequence: the states of its call, in order."""
@@ -136,8 +139,8 @@ class Mamba2Mixer(Op, name="mamba2_mixer"):
         y, `[T, D]` in the dtype of `x` (padded rows are undefined), and both states after the step. No argument is
         changed.
 
-    Fields: `proj` linear D -> H P + C + H; `norm` with a gate, or the gate alone; `o` linear H P -> D; `heads` (G, H);
-    `dims` (P, N); `factors` float32 `[H P + C + H]`, or None for ones.
+    Fields: `proj` linear D -> H P + C + H; `norm` with a gate, or the gate alone; `o` linear H P -> D; `heads` (G, H)
+    of this rank; `dims` (P, N); `factors` float32 `[H P + C + H]`, or None for ones; `reduce` sums over ranks.
 
     Source: Mamba-2, arXiv 2405.21060, section 7; without a norm, and with factors, as in Falcon-H1, arXiv 2507.22448.
     """
@@ -152,6 +155,7 @@ class Mamba2Mixer(Op, name="mamba2_mixer"):
     heads: tuple[int, int]
     dims: tuple[int, int]
     factors: Weight | None = extension(None)
+    reduce: AllReduce | None = extension(None)
 
     def __call__(
         self, x: torch.Tensor, batch: Batch, conv_state: torch.Tensor, state: torch.Tensor
@@ -166,7 +170,7 @@ class Mamba2Mixer(Op, name="mamba2_mixer"):
         h, b, c = mixed.split((inner, groups * size, groups * size), 1)
         b, c = (t.unflatten(1, (groups, size)) for t in (b, c))
         y, state = self.scan(h.unflatten(1, (heads, dim)), dt, b, c, batch, state)
-        return self.o(self.norm(y.flatten(1), z)), conv_state, state
+        return _sum(self.o(self.norm(y.flatten(1), z)), self.reduce), conv_state, state
 
     def list_states(self) -> tuple[StateTensor, ...]:
         """What it keeps of a sequence: the states of its call, in order."""
@@ -225,7 +229,7 @@ class ShortConv(Op, name="short_conv"):
         y, `[T, D]` in the dtype of `x` (padded rows are undefined), and the states after the step. No argument is
         changed.
 
-    Fields: `proj` linear D -> 3 C; `o` linear C -> D.
+    Fields: `proj` linear D -> 3 C, with C this rank's channels; `o` linear C -> D; `reduce` sums over ranks.
 
     Source: LFM2 (transformers' Lfm2Config).
     """
@@ -235,11 +239,12 @@ class ShortConv(Op, name="short_conv"):
     proj: Linear
     conv: CausalConv1d
     o: Linear
+    reduce: AllReduce | None = extension(None)
 
     def __call__(self, x: torch.Tensor, batch: Batch, conv_state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         b, c, h = self.proj(x).chunk(3, 1)
         y, conv_state = self.conv(b * h, batch, conv_state)
-        return self.o(c * y), conv_state
+        return _sum(self.o(c * y), self.reduce), conv_state
 
     def list_states(self) -> tuple[StateTensor, ...]:
         """What it keeps of a sequence: the states of its call, in order."""
@@ -270,6 +275,11 @@ class ShortConv(Op, name="short_conv"):
             sample("c128_decode", DECODE, channels=128),
             sample("c128_mixed", MIXED, channels=128),
         ]
+
+
+def _sum(y: torch.Tensor, reduce: AllReduce | None) -> torch.Tensor:
+    """The sum over ranks, if the heads are divided over several."""
+    return y if reduce is None else reduce(y)
 
 
 def _list_inputs(conv: CausalConv1d) -> StateTensor:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from inferplane.ops.op import ROUNDED, Cost, Op, Sample, Workload, placeholder, values
+from inferplane.ops.collective import AllReduce
+from inferplane.ops.op import ROUNDED, Cost, Op, Sample, Workload, extension, placeholder, values
 from inferplane.types import Weight
 
 
@@ -41,6 +42,7 @@ class GatedRMSNorm(Op, name="gated_rms_norm"):
     """`y = rms_norm(x) * weight * silu(gate)`, or with `gate_first` `y = rms_norm(x * silu(gate)) * weight`.
 
     The mean of squares is over each of `groups` equal parts of the last dimension. All in float32, rounded once.
+    If one group is divided equally over ranks, its mean is that over all ranks.
 
     Args of the call:
         x: `[..., D]` in the plan's dtype. gate: the same shape. Either may be strided.
@@ -48,7 +50,8 @@ class GatedRMSNorm(Op, name="gated_rms_norm"):
     Returns:
         The shape and dtype of `x`.
 
-    Fields: `weight` `[D]`; `eps` added to the mean of squares; `groups` parts of D; `gate_first`.
+    Fields: `weight` `[D]`; `eps` added to the mean of squares; `groups` parts of D; `gate_first`; `reduce` sums over
+    the `ranks` that divide one group, or None.
 
     Source: Mamba-2, arXiv 2405.21060, section 7; the gate after the norm as in Gated DeltaNet, arXiv 2412.06464.
     """
@@ -59,12 +62,17 @@ class GatedRMSNorm(Op, name="gated_rms_norm"):
     eps: float
     groups: int = 1
     gate_first: bool = False
+    reduce: AllReduce | None = extension(None)
+    ranks: int = extension(1)
 
     def __call__(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         factor = F.silu(gate.float())
         h = x.float() * factor if self.gate_first else x.float()
         parts = h.unflatten(-1, (self.groups, -1))
-        h = (parts * torch.rsqrt(parts.pow(2).mean(-1, keepdim=True) + self.eps)).flatten(-2)
+        mean = parts.pow(2).mean(-1, keepdim=True)
+        if self.reduce is not None:
+            mean = self.reduce(mean) / self.ranks
+        h = (parts * torch.rsqrt(mean + self.eps)).flatten(-2)
         h = h * values(self.weight)  # type: ignore[arg-type]
         return (h if self.gate_first else h * factor).to(x.dtype)
 

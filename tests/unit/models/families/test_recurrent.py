@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from inferplane.errors import CheckpointError, UnsupportedModelError
 from inferplane.models import Build, Config, build
@@ -75,9 +76,18 @@ def test_what_contradicts_itself_is_refused(family, changes, match):
 
 
 @pytest.mark.parametrize("family", RECURRENT)
-def test_several_ranks_are_refused(family):
-    with pytest.raises(UnsupportedModelError, match="2 ranks"):
-        build(Build(config(family), placement=Placement(tp_rank=0, tp_size=2)))
+def test_two_ranks_have_a_half_each(family):
+    """Of every weight below a block that is divided, and of each sequence's states."""
+    places = Placement(), Placement.shared(0, 2), Placement.shared(1, 2)
+    one, *both = (build(Build(config(family), placement=place)) for place in places)
+    for mine in both:
+        assert [2 * r.count_bytes(torch.float32) for r in mine.state_requests()] == [
+            r.count_bytes(torch.float32) for r in one.state_requests()
+        ]
+        parts = dict(mine.weights())
+        for path, weight in one.weights():
+            if ".mixer." in path and "norm" not in path:
+                assert 2 * math.prod(parts[path].shape) == math.prod(weight.shape), path
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])

@@ -22,7 +22,7 @@ from transformers import (
 
 from inferplane.binding.link import link
 from inferplane.binding.load import load
-from inferplane.errors import CheckpointError, UnsupportedModelError
+from inferplane.errors import CheckpointError, UnsupportedModelError, UsageError
 from inferplane.models.build import Build
 from inferplane.models.parts import gated_delta_net, mamba2, short_convolution
 from inferplane.models.reading.checkpoint import SafetensorsFolder
@@ -31,7 +31,8 @@ from inferplane.models.reading.names import canonical_names
 from inferplane.ops import Draw
 from inferplane.ops.recurrent.ragged import draw_batch
 from inferplane.types import HOST, Placement
-from tests.unit.support.small import BF16, F32, plan
+from tests.unit.support.ranks import run_ranks
+from tests.unit.support.small import BF16, F32, WHOLE_MODEL, plan
 
 SIZES = {"vocab_size": 64, "hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 DELTA = {
@@ -63,11 +64,11 @@ def lfm2(folder, *, conv_bias=False):
     return save(Lfm2ForCausalLM(config), folder).model.layers[0].conv, "conv", short_convolution
 
 
-def nemotron_h(folder):
+def nemotron_h(folder, groups=2):
     config = NemotronHConfig(
         **SIZES,
         layers_block_type=["linear_attention"],
-        n_groups=2,
+        n_groups=groups,
         mamba_num_heads=6,
         mamba_head_dim=16,
         ssm_state_size=24,
@@ -75,7 +76,8 @@ def nemotron_h(folder):
         intermediate_size=32,
     )
     module = save(NemotronHForCausalLM(config), folder).model.layers[0].mixer
-    return module, "mixer", partial(mamba2, **{**MAMBA, "dt_limits": (0.2, float("inf"))}, conv_bias=True, bias=False)
+    sizes = {**MAMBA, "heads": (groups, 6), "dt_limits": (0.2, float("inf"))}
+    return module, "mixer", partial(mamba2, **sizes, conv_bias=True, bias=False)
 
 
 def falcon_h1(folder):
@@ -117,27 +119,62 @@ MIXERS = [qwen3_next, qwen3_5, lfm2, partial(lfm2, conv_bias=True), nemotron_h, 
 def test_mixers_of_a_checkpoint(make, tmp_path):
     """A prompt as a whole, cut in the middle of a chunk, and in single tokens."""
     module, part, builder = make(tmp_path)
-    build = Build(Config.read(tmp_path))
-    prefix = next(name for name, _ in module_names(tmp_path, build) if f".{part}." in name).split(f".{part}.")[0]
-    op = builder(build)(0, f"{prefix}.{part}").mixer
-    source = SafetensorsFolder(tmp_path, partial(canonical_names, config=build.config))
-    p = plan(op, dtype=F32)
-    mixer = link(p, load(p, source, HOST).packed)["mixed"]
-    x = torch.randn(80, SIZES["hidden_size"], generator=torch.Generator().manual_seed(6))
-    with torch.no_grad():
-        want = module(x[None])[0]
-    channels, size = op.conv.weight.shape
+    op, mixer = load_mixer(tmp_path, part, builder)
+    want = expect(module)
     for cuts in ([80], [33, 47], [1] * 80):
-        states = [torch.full((1, channels, size - 1), torch.nan)]
-        if part != "conv":
-            (_, heads), dims = op.heads, op.dims
-            states.append(torch.full((1, heads, *dims), torch.nan))
-        results, before = [], 0
-        for n in cuts:
-            y, *states = mixer(x[before : before + n], draw_batch(Draw(0, F32), [(n, before)]), *states)
-            results.append(y)
-            before += n
-        assert (torch.cat(results) - want).abs().max() <= 1e-5 * want.abs().max()
+        assert (run_cuts(op, mixer, cuts) - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+DIVIDED = [
+    *((make, 2) for make in MIXERS),
+    (qwen3_5, 6),  # three ranks share a key head
+    (partial(nemotron_h, groups=1), 3),  # and the mean of the norm
+]
+
+
+@pytest.mark.parametrize(("make", "ranks"), DIVIDED)
+def test_mixers_are_divided_over_ranks(make, ranks, tmp_path, monkeypatch):
+    module, part, builder = make(tmp_path)
+    want = expect(module)
+
+    def run(rank):
+        op, mixer = load_mixer(tmp_path, part, builder, Placement(rank, ranks))
+        assert op.conv.weight.shape[0] < load_mixer(tmp_path, part, builder)[0].conv.weight.shape[0]
+        return run_cuts(op, mixer, [33, 1, 46])
+
+    for got in run_ranks(run, ranks, monkeypatch):
+        assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def load_mixer(folder, part, builder, placement=WHOLE_MODEL):
+    """The mixer of a checkpoint's first layer: the op, and bound as a function."""
+    build = Build(Config.read(folder), placement)
+    prefix = next(name for name, _ in module_names(folder, build) if f".{part}." in name).split(f".{part}.")[0]
+    op = builder(build)(0, f"{prefix}.{part}").mixer
+    source = SafetensorsFolder(folder, partial(canonical_names, config=build.config))
+    p = plan(op, dtype=F32)
+    return op, link(p, load(p, source, HOST).packed)["mixed"]
+
+
+def draw_inputs():
+    return torch.randn(80, SIZES["hidden_size"], generator=torch.Generator().manual_seed(6))
+
+
+def expect(module):
+    """What transformers' module returns."""
+    with torch.no_grad():
+        return module(draw_inputs()[None])[0]
+
+
+def run_cuts(op, mixer, cuts):
+    """The results of steps of so many tokens, which begin with states of NaN."""
+    x, results, before = draw_inputs(), [], 0
+    states = [torch.full((1, *state.shape), torch.nan) for state in op.list_states()]
+    for n in cuts:
+        y, *states = mixer(x[before : before + n], draw_batch(Draw(0, F32), [(n, before)]), *states)
+        results.append(y)
+        before += n
+    return torch.cat(results)
 
 
 def module_names(folder, build):
@@ -163,10 +200,14 @@ def test_numbers_of_heads_stay_float32(tmp_path):
 def test_what_is_not_implemented_is_refused():
     build = Build(Config({**DELTA, "linear_conv_kernel_dim": 4, "conv_L_cache": 3, "hidden_act": "silu"}))
     assert gated_delta_net(build, grouped=True)(0, "x").mixer.heads == (2, 6)
-    two = replace(build, placement=Placement(tp_rank=0, tp_size=2))
-    for make in (partial(gated_delta_net, grouped=True), short_convolution, nemotron_parts):
-        with pytest.raises(UnsupportedModelError, match="2 ranks"):
-            make(two)
+    three, four = (replace(build, placement=Placement(tp_rank=0, tp_size=n)) for n in (3, 4))
+    for make, entry in ((partial(gated_delta_net, grouped=True), "key_heads"), (nemotron_parts, "groups")):
+        with pytest.raises(UsageError, match=f"{entry} = 2 cannot be shared equally by 3 ranks"):
+            make(three)
+    with pytest.raises(UsageError, match="hidden_size = 48 cannot be shared equally by 5 ranks"):
+        short_convolution(replace(build, placement=Placement(tp_rank=0, tp_size=5)))
+    with pytest.raises(UnsupportedModelError, match="norms over 2 groups of heads on 4 ranks"):
+        mamba2(four, **{**MAMBA, "heads": (2, 8)}, conv_bias=True, bias=False)
     with pytest.raises(CheckpointError, match="cannot be shared equally"):
         gated_delta_net(Build(Config({**build.config, "linear_num_value_heads": 5})), grouped=True)
     with pytest.raises(CheckpointError, match="cannot be shared equally"):
