@@ -23,6 +23,7 @@ from inferplane.engine.runner.options import RunnerOptions
 from inferplane.errors import in_words
 from inferplane.types import HOST, Backend, Batch, KVCache
 from inferplane.types.batch import TableRows
+from inferplane.types.state import PADDING_SLOT, StateRows
 
 Step = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """`(batch, *rows) -> (logits, hidden)` of the bound model, or of a draft layer, over its cache."""
@@ -66,7 +67,9 @@ class CapturedStep:
         return logits.index_select(0, batch.logit_rows), hidden[first].clone()
 
 
-def padding_batch(size: Size, width: int, block_tokens: int, device: str, num_tables: int = 1) -> Batch:
+def padding_batch(
+    size: Size, width: int, block_tokens: int, device: str, num_tables: int = 1, *, has_states: bool = False
+) -> Batch:
     """New tensors of a bucket, as a batch that holds padding only (slots -1, lengths 0): the inputs that a capture
     reads.
 
@@ -76,6 +79,7 @@ def padding_batch(size: Size, width: int, block_tokens: int, device: str, num_ta
         block_tokens: tokens per block.
         device: where the tensors live.
         num_tables: block tables of a sequence.
+        has_states: whether sequences have slots of states.
     """
     rows = size.sequences * size.tokens
 
@@ -99,6 +103,7 @@ def padding_batch(size: Size, width: int, block_tokens: int, device: str, num_ta
         max_query_tokens=size.tokens,
         max_seq_tokens=width * block_tokens,
         more_tables=tuple(tables[1:]),
+        states=StateRows(*(full(size.sequences, PADDING_SLOT) for _ in range(2))) if has_states else None,
     )
 
 
@@ -111,7 +116,8 @@ def copy_into(
     """Copy a batch into a bucket's tensors in place, and pad the rest. Nothing waits for the device.
 
     Args:
-        bucket: the tensors; at least as many sequences, rows and blocks as the batch has, and as many block tables.
+        bucket: the tensors; at least as many sequences, rows and blocks as the batch has, as many block tables,
+            and slots of states if it has any.
         batch: copied into them.
         at: int64 `[T]`, the row of the bucket for each row of the batch; None: the first ones.
         rows: pairs of a further tensor of the bucket and its new rows; the rest becomes 0.
@@ -131,6 +137,9 @@ def copy_into(
     bucket.seq_lens[sequences:].zero_()
     for own, new in zip(bucket.list_tables(), batch.list_tables()):
         own.block_tables[:sequences, : new.block_tables.shape[1]].copy_(new.block_tables, non_blocking=True)
+    for target, source in zip(bucket.states or (), batch.states or (), strict=True):
+        target[:sequences].copy_(source, non_blocking=True)
+        target[sequences:].fill_(PADDING_SLOT)
 
 
 EMPTY = {"ids": 0, "positions": 0, "slots": -1}
@@ -197,7 +206,7 @@ class DecodeSteps:
         self.backend, self.step, self.sizes, self.on_wrong = backend, step, sizes, on_wrong
         self.checker = CaptureChecker(cache, backend.torch_device_indexed, max_model_len, vocab, num_tables)
         self.block_tokens, self.num_tables = cache.block_tokens, num_tables
-        self.width = math.ceil(max_model_len / cache.block_tokens)
+        self.width, self.has_states = math.ceil(max_model_len / cache.block_tokens), bool(cache.list_states())
         self.buckets: dict[Size, CapturedStep] = {}
         self.wrong: dict[Size, str] = {}
         self.checked: set[Size] = set()
@@ -212,7 +221,7 @@ class DecodeSteps:
             batch: the step.
             rows: further inputs of the step, with a row per row of the batch.
         """
-        size = self.size_for(batch) if batch.states is None else None  # buckets have no state slots
+        size = self.size_for(batch)
         at = None if size is None or self.disabled_reason else bucket_rows(batch, size.tokens)
         bucket = None if size is None or self.disabled_reason else self.bucket(size, batch, rows, at)
         if bucket is None:
@@ -234,7 +243,9 @@ class DecodeSteps:
         found = self.buckets.get(size)
         if found is None and size not in self.wrong:
             device = self.backend.torch_device_indexed
-            static = padding_batch(size, self.width, self.block_tokens, device, self.num_tables)
+            static = padding_batch(
+                size, self.width, self.block_tokens, device, self.num_tables, has_states=self.has_states
+            )
             more = tuple(r.new_zeros(size.sequences * size.tokens, *r.shape[1:]) for r in rows)
             # Capturing may run the step first: then on the real batch, where that does no harm.
             copy_into(static, batch, at, list(zip(more, rows)))
@@ -288,9 +299,12 @@ class DecodeSteps:
 
     def size_for(self, batch: Batch) -> Size | None:
         """The size whose capture may run a batch. None (the batch runs eagerly) when it is no decode step, no size
-        holds it, or rows would be padded and a sequence has fewer tokens than the bucket has rows per sequence.
+        holds it, it has states unlike the cache, or rows would be padded and a sequence has fewer tokens than the
+        bucket has rows per sequence.
         """
         if batch.kind != "decode" or batch.block_tables.shape[1] > self.width:
+            return None
+        if (batch.states is not None) != self.has_states:
             return None
         size = self.sizes.smallest_for(batch.seq_lens.shape[0], batch.max_query_tokens)
         if size is None or batch.tokens == batch.seq_lens.shape[0] * size.tokens:

@@ -3,7 +3,8 @@
 A graph can be wrong where no kernel is: it may replay results of its capture, have read a length on the host, or leave
 out the cache's writes. So it replays steps of random sequences on scratch blocks: other ids, positions, slots, lengths
 and block tables than those of its capture, all sequences and fewer, each twice. Results and cache entries must be those
-of the eager step on the same tensors. What the blocks held is put back at the end.
+of the eager step on the same tensors. What the blocks held is put back at the end. Slots of states are filled, compared
+and put back likewise.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from inferplane.engine.runner.buckets import Size
 from inferplane.ops.op import ACCUMULATED, relative_error
 from inferplane.types import HOST, Batch, KVCache
 from inferplane.types.batch import Query, make_batch
+from inferplane.types.state import PADDING_SLOT, StateSlots
 
 Results = Sequence[torch.Tensor]
 SEED = 0
@@ -33,14 +35,15 @@ NOISE = 8.0
 
 
 class StepOutcome(NamedTuple):
-    """What a run made: its results, and what each layer's watched blocks hold afterwards, on the host."""
+    """What a run made: its results, and what each layer's watched blocks and slots of states hold afterwards, on the
+    host."""
 
     results: list[torch.Tensor]
     entries: list[torch.Tensor]
 
 
 class ScratchBlocks:
-    """Blocks of a cache that a check may write to. Inside of `with` they hold random entries.
+    """Blocks and slots of states of a cache that a check may write to. Inside of `with` they hold random numbers.
 
     Args:
         cache: the cache.
@@ -51,7 +54,7 @@ class ScratchBlocks:
         num_tables: block tables of a sequence.
 
     Attributes: `history`, the blocks that all sequences read in all tables; `own`, those of each sequence of a trial in
-    each table.
+    each table; `pairs`, the slots of each one's states, None where no layer keeps any.
 
     Raises:
         ValueError: the cache has too few blocks for a sequence.
@@ -71,6 +74,13 @@ class ScratchBlocks:
         ]
         if not self.own:
             raise ValueError(f"{cache.blocks} blocks are too few to check it")
+        self.states, self.pairs = cache.list_states(), list[StateSlots | None]([None] * len(self.own))
+        if self.states:
+            firsts = range(PADDING_SLOT + 1, self.states[0].slots - 1, 2)
+            self.pairs = [StateSlots(first, first + 1) for first in firsts[: len(self.own)]]
+            del self.own[len(self.pairs) :]
+        numbers_of_states = [slot for pair in self.pairs for slot in pair or ()]
+        self._state_slots = torch.tensor(numbers_of_states, dtype=torch.int64).to(device)
         self._filled = numbers
         self._watched = torch.tensor(list(dict.fromkeys((*numbers, 0, *used[:SEQUENCES])))).to(device)
         self._stored: list[tuple[torch.Tensor, ...]] = []
@@ -86,27 +96,43 @@ class ScratchBlocks:
                 slots,
                 *(torch.randn(len(slots), *s, generator=generator).to(dtype).to(self.device) for s, dtype in shapes),
             )
+        self._states_stored = self._export_states()
+        self._states_filling = [torch.randn(t.shape, generator=generator).to(t) for t in self._states_stored]
         self._filling = self._export()
         self.before = self.run(lambda: ()).entries
         return self
 
     def __exit__(self, *raised: object) -> None:
         self._load(self._stored)
+        self._load_states(self._states_stored)
 
     def run(self, step: Callable[[], Results]) -> StepOutcome:
         """What a step makes of the blocks as they were at first."""
         self._load(self._filling)
+        self._load_states(self._states_filling)
         results = [t.to(HOST, copy=True) for t in step()]
         tokens = len(self._watched) * self.block_tokens
         read = (layer.read(self._watched.int(), tokens) for layer in self.layers)
-        return StepOutcome(results, [t.to(HOST, copy=True) for found in read for t in found])
+        entries = [*(t for found in read for t in found), *self._export_states()]
+        return StepOutcome(results, [t.to(HOST, copy=True) for t in entries])
 
-    def slot(self, row: int) -> int:
-        """The slot of a row of `StepOutcome.entries`."""
-        return int(self._watched[row // self.block_tokens].to(HOST)) * self.block_tokens + row % self.block_tokens
+    def describe_row(self, index: int, row: int) -> str:
+        """In words, what a row of `StepOutcome.entries[index]` is."""
+        if index >= len(self.before) - len(self._states_stored):
+            return f"state slot {int(self._state_slots[row])}"
+        block = int(self._watched[row // self.block_tokens].to(HOST))
+        return f"slot {block * self.block_tokens + row % self.block_tokens} of the cache"
 
     def _export(self) -> list[tuple[torch.Tensor, ...]]:
         return [layer.export(self._watched) for layer in self.layers]
+
+    def _export_states(self) -> list[torch.Tensor]:
+        return [t.index_select(0, self._state_slots) for states in self.states for t in states.tensors]
+
+    def _load_states(self, stored: Sequence[torch.Tensor]) -> None:
+        tensors = (t for states in self.states for t in states.tensors)
+        for tensor, values in zip(tensors, stored):
+            tensor.index_copy_(0, self._state_slots, values)
 
     def _load(self, stored: Sequence[tuple[torch.Tensor, ...]]) -> None:
         for layer, values in zip(self.layers, stored):
@@ -193,7 +219,10 @@ def trial_batches(
             ids = [draw(0, vocab - 1) for _ in range(rows)]
             stop = math.ceil((length + more_tokens) / block)
             blocks, *more_blocks = [[*shared, *table[trial:], *table[:trial]][:stop] for table in own]
-            queries.append(Query(ids, before, blocks, None, more_blocks))
+            pair = scratch.pairs[i]
+            if pair is not None and trial:
+                pair = StateSlots(pair.write, pair.read)
+            queries.append(Query(ids, before, blocks, None, more_blocks, pair))
         count = size.sequences if trial == 0 else (size.sequences + 1) // 2
         chosen = [queries[i % len(queries)] for i in range(count)]
         yield make_batch(chosen, block_tokens=block, device=scratch.device, few_tokens=tokens)
@@ -242,10 +271,11 @@ def _difference(got: StepOutcome, want: StepOutcome, again: StepOutcome, scratch
     for i, tensors in enumerate(zip(got.results, want.results, again.results)):
         if wrong := error(*tensors):
             return f"differs from the eager step in result {i} {wrong}"
-    for one, other, noisy, before in zip(got.entries, want.entries, again.entries, scratch.before):
+    rows = zip(got.entries, want.entries, again.entries, scratch.before)
+    for i, (one, other, noisy, before) in enumerate(rows):
         untouched = _same_rows(other, before)
         if (stray := untouched & ~_same_rows(one, before)).any():
-            return f"changes slot {scratch.slot(int(stray.int().argmax()))} of the cache, which is not the step's"
+            return f"changes {scratch.describe_row(i, int(stray.int().argmax()))}, which is not the step's"
         if wrong := error(*(t[~untouched] for t in (one, other, noisy))):
             return f"writes other entries into the cache than the eager step: they differ {wrong}"
     return ""

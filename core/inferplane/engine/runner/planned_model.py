@@ -341,8 +341,6 @@ class PlannedModel:
 
     def why_not_captured(self) -> str:
         """In words, why decode steps are not captured; empty if they can be."""
-        if self.model.state_requests():
-            return "recurrent layers keep states of sequences, and captured steps have no slots for them"
         return why_not_captured(self.plan, self.options)
 
 

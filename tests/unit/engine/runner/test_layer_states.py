@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,10 +13,15 @@ from inferplane.cli import main
 from inferplane.cli.main import DONE
 from inferplane.engine import ModelFiles, Runner, RunnerOptions
 from inferplane.engine.runner.estimate import estimate
+from inferplane.engine.runner.planned_model import PlannedModel
 from inferplane.errors import CapacityError, UsageError
 from inferplane.kvcache import StatePool
 from inferplane.models import Config
+from inferplane.ops import CausalConv1d
 from inferplane.plugins import host
+from inferplane.types.state import StateRows
+from inferplane_cpu.backend import CpuBackend
+from tests.unit.engine.runner.test_capture import Record
 from tests.unit.support.small import LLAMA
 
 LFM2 = {
@@ -34,6 +40,7 @@ ONLY_STATES = {**LFM2, "layer_types": ["conv"] * 3}
 OPTIONS = {"device": "cpu", "load_format": "dummy", "dtype": "float32", "max_num_seqs": 4}
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 PROMPTS = [[7, 3, 9, 1] * 9, [5], [2, 4] * 20, [7, 3, 9, 1] * 9, [8, 8, 1], [1] * 33]
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 LAYER = 64 * 2 * 4
 """Bytes of a layer's two last inputs."""
 
@@ -176,9 +183,44 @@ def test_explain_and_estimate_say_it(tmp_path, capsys, monkeypatch):
         assert json.loads(capsys.readouterr().out)["state_sequence_bytes"] == 2 * layers * LAYER
 
 
-def test_steps_are_not_captured():
+@pytest.mark.parametrize("config", [LFM2, ONLY_STATES], ids=["hybrid", "only_states"])
+@pytest.mark.parametrize("speculative_config", [None, NGRAM], ids=["plain", "drafts"])
+def test_captured_steps_change_no_tokens(config, speculative_config, monkeypatch):
+    """On a device that captures by remembering the call, and could capture all ops."""
+    expected, wrong = alone(config), []
+    safe = [replace(kernel, capture_safe=True) for kernel in CpuBackend().kernels()]
+    monkeypatch.setattr(CpuBackend, "kernels", lambda self: safe)
+    monkeypatch.setattr(CpuBackend, "capture", lambda self, step, bucket: Record(step, bucket))
+    monkeypatch.setattr(CausalConv1d, "body_capture_safe", True)
+    monkeypatch.setattr(PlannedModel, "report_wrong_capture", lambda self, *wrongly: wrong.append(wrongly))
+    with LLM(config, **OPTIONS, speculative_config=speculative_config) as llm:
+        for _ in range(2):
+            assert [r.token_ids for r in llm.generate(PROMPTS, GREEDY)] == expected
+        decode = llm.runner.decode
+        assert (decode.disabled_reason, wrong) == ("", []) and decode.replayed > 15
+        assert ({size.tokens for size in decode.buckets} == {1}) == (speculative_config is None)
+        scheduler = llm.engine.scheduler
+        assert scheduler.states.available == scheduler.states.total and llm.engine.allocator.used == 0
+
+
+class Frozen(Record):
+    """A graph that has the slots of the step that it was captured with."""
+
+    def __init__(self, step, bucket):
+        slots = StateRows(*(rows.clone() for rows in bucket.states))
+        super().__init__(lambda batch: step(replace(batch, states=slots)), bucket)
+
+
+def test_captures_with_other_slots_are_dropped(monkeypatch):
+    expected, reasons = alone(LFM2), []
+    safe = [replace(kernel, capture_safe=True) for kernel in CpuBackend().kernels()]
+    monkeypatch.setattr(CpuBackend, "kernels", lambda self: safe)
+    monkeypatch.setattr(CpuBackend, "capture", lambda self, step, bucket: Frozen(step, bucket))
+    monkeypatch.setattr(CausalConv1d, "body_capture_safe", True)
+    monkeypatch.setattr(PlannedModel, "report_wrong_capture", lambda self, size, reason: reasons.append(reason))
     with LLM(LFM2, **OPTIONS) as llm:
-        assert "captured steps have no slots" in llm.explain()["decode_steps"]["off"]
+        assert [r.token_ids for r in llm.generate(PROMPTS, GREEDY)] == expected
+        assert llm.runner.decode.replayed == 0 and len(reasons) > 1
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_num_batched_tokens": 7}])
