@@ -82,18 +82,35 @@ GPT_OSS_20B: dict[str, Any] = {
 }
 """8 of 24 layers with 12 of 32 experts, or transformers, which dequantizes MXFP4, takes 40 GB; four are read for a
 token, as in the whole model."""
+QWEN3_5_0_8B: dict[str, Any] = {
+    "kind": "Qwen3_5",
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "vocab_size": 248320,
+}
+"""Three layers of four keep states."""
 SHAPES = {
     "qwen3-0.6b": QWEN3_0_6B,
     "llama-3.2-1b": LLAMA_3_2_1B,
     "deepseek-v2-lite": DEEPSEEK_V2_LITE,
     "gemma-3-1b": GEMMA_3_1B,
     "gpt-oss-20b": GPT_OSS_20B,
+    "qwen3.5-0.8b": QWEN3_5_0_8B,
     "small": {**QWEN3_0_6B, "num_hidden_layers": 6, "vocab_size": 32000},
 }
 BITS = {"bf16": 16.0, "int8": 8.125, "int4": 4.5}
 """Bits a weight with its scales: groups of 128 columns for int8, of 32 for int4, scales of 16 bits."""
 MXFP4_BITS = 4.25
-CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig"}
 """Configs that are not called as the model is."""
 
 
@@ -180,6 +197,11 @@ def decode_bytes(shape: str, precision: str) -> float:
         moe = 3 * width * s["moe_intermediate_size"] * experts + width * s["n_routed_experts"]
         dense = s["first_k_dense_replace"]
         weights = layers * attention + dense * gated + (layers - dense) * moe
+    elif "linear_num_key_heads" in s:
+        rows = (3 * s["num_attention_heads"] + 2 * s["num_key_value_heads"]) * s["head_dim"]  # with gates
+        keys, values = (s[f"linear_num_{x}_heads"] * s[f"linear_{x}_head_dim"] for x in ("key", "value"))
+        recurrent = 2 * keys + 3 * values + 2 * s["linear_num_value_heads"]
+        weights = layers // 4 * (rows + 3 * recurrent) * width + layers * gated
     else:
         rows = (2 * s["num_attention_heads"] + 2 * s["num_key_value_heads"]) * s["head_dim"]
         weights = layers * (rows * width + gated)

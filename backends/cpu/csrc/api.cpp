@@ -92,7 +92,9 @@ const int32_t *ip_struct_bytes(void) {
   static const int32_t bytes[] = {sizeof(ip_matrix),  sizeof(ip_cache), sizeof(ip_batch), sizeof(ip_norm),
                                   sizeof(ip_latent),  sizeof(ip_clamped_gate), sizeof(ip_experts), sizeof(ip_layer),
                                   sizeof(ip_sampling), sizeof(ip_step), sizeof(ip_layer_steps), sizeof(ip_logit_scale),
-                                  sizeof(ip_model), sizeof(ip_model_io)};
+                                  sizeof(ip_model), sizeof(ip_model_io), sizeof(ip_sequences), sizeof(ip_head_rows),
+                                  sizeof(ip_convolution), sizeof(ip_delta_rule), sizeof(ip_scan),
+                                  sizeof(ip_norm_with_gate), sizeof(ip_mixer)};
   return bytes;
 }
 
@@ -204,6 +206,37 @@ void ip_route_experts(const ip_experts *x, const float *logits, int64_t m, int64
 }
 
 void ip_sample(const ip_sampling *params, int64_t *tokens) { kernels().sample(params, tokens); }
+
+void ip_causal_conv1d(const ip_convolution *conv, const ip_sequences *s, const ip_bf16 *x, int64_t ldx,
+                      const ip_bf16 *before, ip_bf16 *after, ip_bf16 *y) {
+  kernels().causal_conv1d(conv, s, x, ldx, before, after, y);
+}
+
+void ip_delta_rule_gates(const float *a_log, const float *dt_bias, const ip_bf16 *a, int64_t lda, const ip_bf16 *b,
+                         int64_t ldb, int64_t tokens, int64_t heads, float *decay, float *beta) {
+  kernels().delta_rule_gates(a_log, dt_bias, a, lda, b, ldb, tokens, heads, decay, beta);
+}
+
+void ip_gated_delta_rule(const ip_delta_rule *rule, const ip_sequences *s, const ip_head_rows *qkv, const float *decay,
+                         int64_t ld_decay, const float *beta, int64_t ld_beta, const float *before, float *after,
+                         ip_bf16 *y) {
+  kernels().gated_delta_rule(rule, s, qkv, decay, ld_decay, beta, ld_beta, before, after, y);
+}
+
+void ip_gated_norm(const ip_norm_with_gate *norm, const ip_head_rows *x, const ip_head_rows *gate, int64_t tokens,
+                   int64_t heads, int64_t d, ip_bf16 *y) {
+  kernels().gated_norm(norm, x, gate, tokens, heads, d, y);
+}
+
+void ip_selective_scan(const ip_scan *scan, const ip_sequences *s, const ip_head_rows *xbc, const ip_bf16 *dt,
+                       int64_t dt_row, const float *before, float *after, ip_bf16 *y) {
+  kernels().selective_scan(scan, s, xbc, dt, dt_row, before, after, y);
+}
+
+void ip_recurrent_block(const ip_mixer *mixer, const ip_sequences *s, const ip_bf16 *x, ip_bf16 *conv_states,
+                        float *states, ip_bf16 *out) {
+  kernels().recurrent_block(mixer, s, x, conv_states, states, out);
+}
 
 int64_t ip_read_memory(const void *data, int64_t bytes) { return kernels().read_memory(data, bytes); }
 

@@ -4,7 +4,8 @@
 // documents it.
 //
 // The folders, each of which includes only those before it: runtime (threads, memory, vectors), products (weights times
-// activations), sampling (tokens from logits), attention (over the KV cache), model (layers, experts, routing).
+// activations), sampling (tokens from logits), attention (over the KV cache), model (layers, experts, routing),
+// recurrent (convolutions, states).
 #pragma once
 #include "model/layer_sequence.h"
 #include "runtime/kernel_table.h"
@@ -20,6 +21,8 @@
 
 #include "model/prefill_layer.h"
 #endif
+
+#include "recurrent/entries.h"
 
 namespace {
 
@@ -195,8 +198,9 @@ void decoder_layer_entry(const ip_layer *layer, const ip_step *step, const bf16 
   AttentionArgs args = layer_attention_args(*layer, step->cache, buffers);
   clear_attention_results(*layer, m, buffers);
 #if defined(INFERPLANE_PREFILL)
-  if (layer->rounded && !layer->latent && !layer->routed && m > kMaxRowsAtOnce && can_prefill(args) &&
-      layer->qkv.kind == IP_W8A8) {
+  bool on_tiles = layer->rounded && !layer->latent && !layer->routed && !layer->mixer && !layer->output_gate &&
+                  m > kMaxRowsAtOnce && can_prefill(args);
+  if (on_tiles && layer->qkv.kind == IP_W8A8) {
     Int8LayerInputs bytes = reserve_int8_inputs(workspace(kAttentionPanels), m, *layer);
     PrefillPlan prefill = plan_prefill(step->batch, layer->kv_heads, team_size(), workspace(kPrefillTasks));
     ip_batch decode = step->batch;
@@ -210,7 +214,7 @@ void decoder_layer_entry(const ip_layer *layer, const ip_step *step, const bf16 
     });
     return;
   }
-  if (layer->rounded && !layer->latent && !layer->routed && m > kMaxRowsAtOnce && can_prefill(args)) {
+  if (on_tiles) {
     PrefillBuffers prefill = {reserve_panels(workspace(kInputPanels), m, layer->qkv.k),
                               reserve_panels(workspace(kAttentionPanels), m, layer->o.k),
                               reserve_panels(workspace(kInnerPanels), m, layer->down.k),
@@ -226,7 +230,7 @@ void decoder_layer_entry(const ip_layer *layer, const ip_step *step, const bf16 
     return;
   }
 #endif
-  AttentionPlan plan = plan_attention(args, step->batch, team_size(), workspace(kAttentionTasks));
+  AttentionPlan plan = plan_layer_attention(*layer, args, step->batch, workspace(kAttentionTasks));
   run_on_team(estimate_layer_work(*layer, m), [&](Team &team) {
     PhaseTimer timer = team.id == 0 ? phases : PhaseTimer(false);
     timer.end_phase(kBegin);
@@ -333,4 +337,5 @@ extern const KernelTable ISA_TABLE = {
     ISA_NAME,         linear_entry,   linear_prefill_entry, dequantize_rows_entry, gather_rows_entry,
     scale_logits_entry, rms_norm_entry,   activation_mul_entry, rope_entry,     attention_entry,       attention_prefill_entry,
     mla_entry,        moe_entry,      route_experts_entry,  decoder_layer_entry,   decoder_layers_entry,
-    model_step_entry, sample_entry,   read_memory_entry};
+    model_step_entry, sample_entry,   read_memory_entry,    causal_conv1d_entry,   delta_rule_gates_entry,
+    gated_delta_rule_entry, gated_norm_entry, selective_scan_entry, recurrent_block_entry};

@@ -1,7 +1,6 @@
 """Loads the native kernels' library with torch's OpenMP and declares its C interface; or says why there is none.
 
-The structs and signatures mirror csrc/inferplane_cpu.h, which documents every struct, field and function. A struct
-holds addresses: the code that fills it keeps the tensors behind them alive.
+The signatures mirror csrc/inferplane_cpu.h, which documents every function; the structs are in structs.py.
 """
 
 from __future__ import annotations
@@ -18,6 +17,29 @@ from typing import Any, NamedTuple
 import torch
 
 from inferplane.plugin import Feature, UsageError, warn
+from inferplane_cpu.structs import (
+    Cache,
+    ClampedGate,
+    Convolution,
+    DeltaRule,
+    Experts,
+    HeadRows,
+    Latent,
+    Layer,
+    LayerSteps,
+    LogitScale,
+    Matrix,
+    Mixer,
+    Model,
+    ModelIO,
+    Norm,
+    NormWithGate,
+    RaggedBatch,
+    Sampling,
+    Scan,
+    Sequences,
+    Step,
+)
 
 VARIABLE = "INFERPLANE_CPU_ISA"
 """Names the instruction set to use ("avx2", "avx512", "avx512_bf16", "amx"), or "none" for torch's operators alone."""
@@ -33,155 +55,14 @@ KINDS = BF16, INT8, INT4, FP8, W8A8, BF16_REORDERABLE, MXFP4 = range(7)
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
 """Activation functions (`ip_activation`) by the names of op `activation_mul`."""
 
-
-def _of(kind: Any, *names: str) -> list[tuple[str, Any]]:
-    """Fields of one type."""
-    return [(name, kind) for name in names]
-
-
-class Matrix(Structure):
-    """`ip_matrix`: a weight `[n, k]` of one of `KINDS`."""
-
-    _fields_ = [
-        *_of(c_int32, "kind", "group"),
-        *_of(c_int64, "n", "k", "ld"),
-        *_of(c_void_p, "data", "scale", "scale_f16", "bias", "scale_exponent"),
-    ]
-
-
-class Cache(Structure):
-    """`ip_cache`: one layer's paged KV cache; slot s begins at `s * stride`, its scales at `s * groups`."""
-
-    _fields_ = [
-        *_of(c_void_p, "k", "v"),
-        *_of(c_int64, "k_stride", "v_stride"),
-        *_of(c_void_p, "k_scale", "v_scale"),
-        *_of(c_int64, "k_groups", "v_groups"),
-        ("block", c_int32),
-    ]
-
-
-class RaggedBatch(Structure):
-    """`ip_batch`: query tokens, lengths and block tables of a ragged batch."""
-
-    _fields_ = [*_of(c_void_p, "start", "lens", "tables"), *_of(c_int64, "sequences", "table_width")]
-
-
-class Norm(Structure):
-    """`ip_norm`: an RMS norm; without a weight, none."""
-
-    _fields_ = [("weight", c_void_p), *_of(c_float, "eps", "offset")]
-
-
-class Latent(Structure):
-    """`ip_latent`: weights and sizes of latent attention."""
-
-    _fields_ = [
-        *_of(Matrix, "q_a", "q_b", "kv_a", "kv_b"),
-        *_of(Norm, "q_a_norm", "kv_a_norm"),
-        *_of(c_int64, "nope", "rope", "value", "latent"),
-    ]
-
-
-class ClampedGate(Structure):
-    """`ip_clamped_gate`: the gate of op `clamped_experts`."""
-
-    _fields_ = _of(c_float, "alpha", "limit")
-
-
-class Experts(Structure):
-    """`ip_experts`: a router, how it chooses, and the experts' matrices."""
-
-    _fields_ = [
-        ("router", Matrix),
-        *_of(c_void_p, "bias", "gate_up", "down"),
-        *_of(c_int64, "experts", "top", "groups", "top_groups"),
-        ("factor", c_float),
-        *_of(c_int32, "sigmoid", "best_two", "renormalize"),
-        ("clamped", c_void_p),
-    ]
-
-
-class Layer(Structure):
-    """`ip_layer`: weights and sizes of a decoder layer. `memory` holds the arrays that it points to."""
-
-    memory: list[Any]
-    _fields_ = [
-        *_of(Matrix, "qkv", "o", "gate_up", "down"),
-        *_of(Norm, "attn_norm", "attn_after", "mlp_norm", "mlp_after", "q_norm", "k_norm"),
-        ("rope", c_void_p),
-        *_of(c_int64, "heads", "kv_heads", "head_dim", "window"),
-        ("scale", c_float),
-        *_of(c_int32, "interleaved", "rounded", "activation"),
-        ("softcap", c_float),
-        ("sinks", c_void_p),
-        *_of(c_void_p, "latent", "routed"),
-    ]
-
-
-class Step(Structure):
-    """`ip_step`: a batch, its positions and slots, and one layer's cache."""
-
-    _fields_ = [
-        ("batch", RaggedBatch),
-        ("cache", Cache),
-        *_of(c_void_p, "positions", "slots"),
-        ("tokens", c_int64),
-    ]
-
-
-class Sampling(Structure):
-    """`ip_sampling`: rows of logits and how a token is drawn from each."""
-
-    _fields_ = [
-        ("logits", c_void_p),
-        ("is_bf16", c_int32),
-        *_of(c_int64, "ld", "rows", "vocab"),
-        *_of(c_void_p, "temperature", "top_p", "min_p", "uniform", "top_k"),
-    ]
-
-
-class LayerSteps(Structure):
-    """`ip_layer_steps`: the steps of layers, and which one each of them has."""
-
-    _fields_ = _of(c_void_p, "steps", "number")
-
-
-class LogitScale(Structure):
-    """`ip_logit_scale`: what is done with logits."""
-
-    _fields_ = _of(c_float, "factor", "cap")
-
-
-class Model(Structure):
-    """`ip_model`: a language model's layers, embedding, last norm and head."""
-
-    _fields_ = [
-        ("layers", c_void_p),
-        ("count", c_int64),
-        *_of(Matrix, "embed", "head"),
-        ("norm", Norm),
-        ("embed_factor", c_float),
-        ("logit_scale", LogitScale),
-    ]
-
-
-class ModelIO(Structure):
-    """`ip_model_io`: inputs and outputs of a model's step."""
-
-    _fields_ = [
-        *_of(c_void_p, "ids", "rows"),
-        ("num_rows", c_int64),
-        *_of(c_void_p, "logits", "argmax", "hidden"),
-    ]
-
-
 _STRUCTS: tuple[type[Structure], ...] = (
     *(Matrix, Cache, RaggedBatch, Norm, Latent, ClampedGate, Experts, Layer, Sampling),
     *(Step, LayerSteps, LogitScale, Model, ModelIO),
+    *(Sequences, HeadRows, Convolution, DeltaRule, Scan, NormWithGate, Mixer),
 )
 """In the order of `ip_struct_bytes`."""
 _P, _I = c_void_p, c_int64
+_SEQUENCES = POINTER(Sequences)
 _MATRIX, _CACHE, _BATCH, _STEP = POINTER(Matrix), POINTER(Cache), POINTER(RaggedBatch), POINTER(Step)
 _ThreadInit = ctypes.CFUNCTYPE(None)
 
@@ -192,7 +73,7 @@ def _init_thread() -> None:
     torch.get_num_threads()
 
 
-SIGNATURES = 5
+SIGNATURES = 6
 """IP_SIGNATURES of the library that is called here: it grows with every change of a function's arguments."""
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_select_isa": (c_int, c_char_p),
@@ -217,6 +98,12 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_attention_prefill": (c_int, _P, _BATCH, _CACHE, _I, _I, _I, _I, c_float, _I, _P, c_float, _P),
     "ip_mla": (None, _P, _P, _P, _P, _MATRIX, _BATCH, _CACHE, _I, _I, _I, _I, _I, c_float, _P),
     "ip_moe": (c_int, _MATRIX, _MATRIX, _I, _P, _P, _I, _I, _P, _P, _I, _P),
+    "ip_causal_conv1d": (None, POINTER(Convolution), _SEQUENCES, _P, _I, _P, _P, _P),
+    "ip_delta_rule_gates": (None, _P, _P, _P, _I, _P, _I, _I, _I, _P, _P),
+    "ip_gated_delta_rule": (None, POINTER(DeltaRule), _SEQUENCES, _P, _P, _I, _P, _I, _P, _P, _P),
+    "ip_gated_norm": (None, POINTER(NormWithGate), POINTER(HeadRows), POINTER(HeadRows), _I, _I, _I, _P),
+    "ip_selective_scan": (None, POINTER(Scan), _SEQUENCES, _P, _P, _I, _P, _P, _P),
+    "ip_recurrent_block": (None, POINTER(Mixer), _SEQUENCES, _P, _P, _P, _P),
     "ip_route_experts": (None, POINTER(Experts), _P, _I, _P, _P),
     "ip_sample": (None, POINTER(Sampling), _P),
     "ip_read_memory": (_I, _P, _I),

@@ -366,6 +366,56 @@ void latent_layers(bool coded) {
     }
 }
 
+// Recurrences of sequences that begin, go on and are padding, with states in the slots of a cache; odd sizes.
+void recurrence() {
+  const int64_t tokens = 12, groups = 2, heads = 6, k = 7, v = 21, channels = 2 * groups * k + heads * v, width = 33;
+  const int32_t start[] = {0, 1, 4, 5, 12}, lens[] = {9, 2, 0, 7};
+  const int64_t slots[] = {5, -1, 1, 2, -1, 1, 2, 3, 4, 5, 6, 7}, read[] = {3, 1, 0, 6}, write[] = {2, 5, 0, 4};
+  ip_sequences rows = {start, lens, slots, nullptr, nullptr, 4}, in_slots = {start, lens, slots, read, write, 4};
+  Array<float> a_log(heads), dt_bias(heads), skip(heads), state(7 * heads * k * v), after(4 * heads * k * v);
+  Array<float> decay(tokens * heads), beta(tokens * heads), norm_weight(heads * v);
+  for (int64_t size : {2, 4, 5}) {
+    Bf16 taps(size * channels), bias(channels), x(tokens * (channels + 3)), y(tokens * channels);
+    Bf16 before(7 * channels * (size - 1)), next(4 * channels * (size - 1));
+    ip_convolution conv = {taps, bias, channels, size, 1};
+    ip_causal_conv1d(&conv, &rows, x, channels + 3, before, next, y);
+    expect(!memcmp(next + 2 * channels * (size - 1), before + 2 * channels * (size - 1), channels * (size - 1) * 2),
+           "a padded sequence's inputs");
+    Bf16 a(tokens * heads);
+    ip_delta_rule_gates(a_log, dt_bias, a, heads, a, heads, tokens, heads, decay, beta);
+    ip_delta_rule rule = {groups, heads, k, v};
+    ip_head_rows qkv[] = {{y, channels, k}, {y + groups * k, channels, k}, {y + 2 * groups * k, channels, v}};
+    Bf16 out(tokens * heads * v), gate(tokens * heads * v);
+    ip_gated_delta_rule(&rule, &rows, qkv, decay, heads, beta, heads, state, after, out);
+    expect(isfinite(widen(out[0])) && isfinite(after[0]), "the delta rule");
+    // The same rows as x, b and c of a scan: `groups` heads of k entries as b and c.
+    ip_scan scan = {a_log, dt_bias, skip, groups, heads, v, k, 0, 1};
+    ip_head_rows xbc[] = {qkv[2], qkv[0], qkv[1]};
+    ip_selective_scan(&scan, &rows, xbc, a, heads, state, after, out);
+    ip_norm_with_gate by_head = {norm_weight, 1, 1e-6f, 0}, whole = {norm_weight, 3, 1e-6f, 1};
+    ip_head_rows heads_of = {out, heads * v, v}, gates_of = {gate, heads * v, v};
+    Bf16 normed(tokens * heads * v);
+    ip_gated_norm(&by_head, &heads_of, &gates_of, tokens, heads, v, normed);
+    ip_gated_norm(&whole, &heads_of, &gates_of, tokens, 1, heads * v, normed);
+    for (int kind : {IP_DELTA_NET, IP_MAMBA2, IP_SHORT_CONV})
+      for (int32_t grouped : {0, 1}) {
+        if (grouped && kind != IP_DELTA_NET) continue;
+        int64_t inner = kind == IP_SHORT_CONV ? channels : heads * v;
+        int64_t projected = kind == IP_SHORT_CONV ? 3 * channels : channels + inner + (kind == IP_MAMBA2 ? heads : 0);
+        Stored proj = weight(IP_INT8, 32, projected, width), ba = weight(IP_BF16, 0, 2 * heads, width);
+        Stored o = weight(IP_INT4, 32, width, inner);
+        Array<float> factors(projected);
+        ip_mixer mixer = {proj.m, {}, o.m, conv, rule, scan, kind == IP_MAMBA2 ? whole : by_head, a_log, dt_bias,
+                          nullptr, kind, grouped};
+        if (kind == IP_DELTA_NET) mixer.gates = ba.m;
+        if (kind == IP_MAMBA2) mixer.factors = factors;
+        Bf16 input(tokens * width), result(tokens * width);
+        ip_recurrent_block(&mixer, &in_slots, input, before, state, result);
+        expect(isfinite(widen(result[0])), "a recurrent block");
+      }
+  }
+}
+
 // Whether `token` is drawn where weights are doubles and cuts less sharp by `slack`, or would be if `uniform` were another
 // one by a 10,000th of all.
 bool may_be_drawn(const std::vector<float> &x, int64_t token, float degrees, int64_t k, float p, float least, double u,
@@ -462,6 +512,7 @@ int main() {
       layers(coded);
       latent_layers(coded);
     }
+    recurrence();
     sampling();
     printf("%s: done\n", name);
   }

@@ -1,4 +1,5 @@
-"""Steps of Gemma and gpt-oss as one call: norms before and after, caps, scales, sinks, MXFP4 experts, two windows."""
+"""Steps of Gemma, gpt-oss and Qwen 3.5 as one call: norms before and after, caps, scales, sinks, MXFP4 experts, two
+windows, states beside entries of tokens, gates."""
 
 import pytest
 import torch
@@ -58,7 +59,34 @@ GPT_OSS = {
     "rope_scaling": None,
     "rope_parameters": None,
 }
-FAMILIES = {"gemma2": GEMMA_2, "gemma3": GEMMA_3, "gpt_oss": GPT_OSS, "gpt_oss_mxfp4": GPT_OSS}
+QWEN_3_5 = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 0.01,  # or norms of results near 0 scale them up to mere rounding
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}
+FAMILIES = {
+    **{"gemma2": GEMMA_2, "gemma3": GEMMA_3, "gpt_oss": GPT_OSS, "gpt_oss_mxfp4": GPT_OSS},
+    **{"qwen3_5": QWEN_3_5, "qwen3_5_panels": QWEN_3_5},
+}
+FORMATS = {
+    "gpt_oss_mxfp4": lambda name: "mxfp4" if ".experts." in name else "plain",
+    "qwen3_5_panels": lambda name: "int8_group" if "_proj" in name else "plain",
+}
+"""Of weights by their names; layers are then bound to a kernel with the family's last word in its name."""
 FEW = {
     "tokens": lambda sequence, done, total: 1 if done else total - 12,
     "drafts": lambda sequence, done, total: (1, 4, 2)[sequence] if done else total - 12,
@@ -75,8 +103,7 @@ def bound_model(tree, weights, without=()):
 
 
 def build_model(family):
-    formats = {"gpt_oss_mxfp4": lambda name: "mxfp4" if ".experts." in name else "plain"}
-    more = {"format_of": formats[family]} if family in formats else {}
+    more = {"format_of": FORMATS[family]} if family in FORMATS else {}
     return build(Build(Config(FAMILIES[family]), positions=256, **more))
 
 
@@ -97,7 +124,7 @@ def test_a_step_in_one_call(family, name, schedule):
         chained, middle, single, apart = (
             stepping.run(bound, prompts, FEW[schedule]) for bound in (whole, stack, each, small)
         )
-    of_layer = f"native:{layer}_mxfp4" if family == "gpt_oss_mxfp4" else f"native:{layer}"
+    of_layer = f"native:{layer}{family[family.rindex('_') :] if family in FORMATS else ''}"
     assert labels == {"causal_lm": "native:causal_lm", "decoder_stack": "native:decoder_stack", layer: of_layer}
     assert "native" not in "".join(parts.values())
     assert native_stack(view_of(whole.steps["decode"]).layers).fits

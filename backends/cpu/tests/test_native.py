@@ -22,7 +22,8 @@ from inferplane_cpu.kernels.linear import multiply
 from inferplane_cpu.kernels.moe import moe_experts
 from inferplane_cpu.kernels.packing import PANEL_FORMATS, Panels, expand_rows, matrices, with_any_order
 from inferplane_cpu.kvcache import layouts
-from inferplane_cpu.native import _SIGNATURES, _STRUCTS, Matrix, instruction_sets, native, use_instruction_set
+from inferplane_cpu.native import _SIGNATURES, _STRUCTS, instruction_sets, native, use_instruction_set
+from inferplane_cpu.structs import Matrix
 
 SETS = instruction_sets()
 needs_library = pytest.mark.skipif(not SETS, reason=f"not run: {native().reason}")

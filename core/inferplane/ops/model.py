@@ -21,6 +21,7 @@ from inferplane.ops.forms.layers import (
     ResidualLayer,
     clamp_experts,
     quantize_layer,
+    rotate_partially,
 )
 from inferplane.ops.forms.scaled import ScaledEmbedding, ScaledHead
 from inferplane.ops.linear import GatedMLP, Linear, LMHead
@@ -69,31 +70,36 @@ class DecoderLayer(Op, name="decoder_layer"):
     @classmethod
     def samples(cls) -> Sequence[Sample]:
         """Each pair of attention and MLP that the model families use, built from the samples of these blocks; clamped
-        experts in three formats."""
+        experts in three formats; a recurrence; attention that rotates a part of its heads."""
 
         def layer(attn: Op, mlp: Op) -> DecoderLayer:
             norm = lambda: AddRMSNorm(RMSNorm(placeholder(64), 1e-6))  # noqa: E731
             return DecoderLayer(norm(), attn, norm(), mlp)  # type: ignore[arg-type]
 
-        out = []
+        out: list[Sample] = []
         mlp, moe = GatedMLP.samples()[0].op, MoE.samples()[0].op
         # The bias alone selects experts: if rounding changed an expert, no tolerance could cover the difference.
         decided = Weight((), (8,), torch.float32, make=lambda: torch.arange(8.0) * 10)
         assert isinstance(moe, MoE)
         moe = replace(moe, route=replace(moe.route, bias=decided))
+
+        def add(label: str, sample: Sample, other: Op) -> None:
+            def inputs(d: Draw) -> tuple[Any, ...]:
+                x, batch, kv = sample.inputs(d)
+                return x, d.normal(*x.shape), batch, kv
+
+            out.append(Sample(label, layer(sample.op, other), inputs, sample.step_kind))
+
         for block, label in ((GQABlock, "gqa"), (MLABlock, "mla")):
             for sample in block.samples():
-                if sample.label == "prefill":
-                    continue
-                for other, name in ((mlp, "mlp"), (moe, "moe")):
-
-                    def inputs(d: Draw, draw_block: Any = sample.inputs) -> tuple[Any, ...]:
-                        x, batch, kv = draw_block(d)
-                        return x, d.normal(*x.shape), batch, kv
-
-                    out.append(
-                        Sample(f"{label}_{name}_{sample.label}", layer(sample.op, other), inputs, sample.step_kind)
-                    )
+                if sample.label != "prefill":
+                    add(f"{label}_mlp_{sample.label}", sample, mlp)
+                    add(f"{label}_moe_{sample.label}", sample, moe)
+        recurrent = {sample.label: sample for sample in RecurrentBlock.samples()}
+        add("delta_mlp_decode", recurrent["gated_delta_net_decode"], mlp)
+        add("delta_moe_decode", recurrent["gated_delta_net_grouped_decode"], moe)
+        gated = next(sample for sample in GQABlock.samples() if sample.label == "gate_decode")
+        add("gqa_mlp_partial", replace(gated, op=rotate_partially(gated.op)), mlp)
         by_label = {sample.label: sample for sample in out}
         for like, format, label in (
             ("gqa_mlp_decode", "int8_group", "gqa_mlp_int8"),
@@ -101,6 +107,7 @@ class DecoderLayer(Op, name="decoder_layer"):
             ("gqa_mlp_decode", "int8_row", "gqa_mlp_int8_row"),
             ("gqa_mlp_mixed", "int8_row", "gqa_mlp_int8_row_mixed"),
             ("mla_mlp_decode", "int8_group", "mla_mlp_int8"),
+            ("delta_mlp_decode", "int8_group", "delta_mlp_int8"),
         ):
             sample = by_label[like]
             out.append(replace(sample, label=label, op=quantize_layer(sample.op, format)))

@@ -104,7 +104,10 @@ def extension(default: Any) -> Any:
     return dataclasses.field(default=default, metadata={"extension": True})
 
 
-MEANINGS = ("has_grouped_queries", "has_latent_attention", "is_gated_mlp", "has_experts")
+MEANINGS = (
+    *("has_grouped_queries", "has_latent_attention", "is_gated_mlp", "has_experts"),
+    *("has_recurrence", "is_delta_net", "is_mamba2", "is_short_convolution"),
+)
 """Class attributes of `Op` that say which meaning an op has; subclasses do not inherit them."""
 
 
@@ -150,6 +153,14 @@ class Op(Scratch):
     """It has the fields and the meaning of `gated_mlp`."""
     has_experts: ClassVar[bool] = False
     """It has the fields and the meaning of `moe`."""
+    has_recurrence: ClassVar[bool] = False
+    """It is a block with the fields and the meaning of `recurrent_block`."""
+    is_delta_net: ClassVar[bool] = False
+    """It has the fields and the meaning of `gated_delta_net`."""
+    is_mamba2: ClassVar[bool] = False
+    """It has the fields and the meaning of `mamba2_mixer`."""
+    is_short_convolution: ClassVar[bool] = False
+    """It has the fields and the meaning of `short_conv`."""
     numbered: ClassVar[str] = ""
     """A tuple field whose entries have their number alone as path: "3", not "layers.3"."""
     is_extension: ClassVar[bool] = False

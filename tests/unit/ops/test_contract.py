@@ -179,6 +179,10 @@ def test_meanings_are_not_inherited():
         "has_grouped_queries": ["gqa_block"],
         "has_latent_attention": ["mla_block"],
         "is_gated_mlp": ["gated_mlp"],
+        "has_recurrence": ["recurrent_block"],
+        "is_delta_net": ["gated_delta_net"],
+        "is_mamba2": ["mamba2_mixer"],
+        "is_short_convolution": ["short_conv"],
         "has_experts": ["moe"],
     }
     try:

@@ -9,6 +9,7 @@
 #include "runtime/phase_times.h"
 #include "model/expert_routing.h"
 #include "model/rowwise.h"
+#include "recurrent/mixer.h"
 
 namespace {
 
@@ -24,6 +25,7 @@ struct LayerBuffers {
   float *logits, *weights;  // of the router [m, experts], of the chosen experts [m, top]
   int64_t *ids, *num_tasks;  // `num_tasks`: how many tasks the experts have; each layer of a call has its own entry
   MoeArgs moe;  // the experts' buffers
+  MixerBuffers mixer;
 };
 
 // out [m, w.n / 2], dense, = f(x gate^T) * (x up^T) for m dense rows of x, both products rounded to bf16 first, f one
@@ -54,21 +56,27 @@ inline void gate_up_activation_mul(Team &team, const ip_matrix &w, const bf16 *x
   }
 }
 
-// Head h of token t of qkv [tokens, heads + 2 kv_heads, head_dim] (q, then k, then v heads): q and k heads get their
-// norm, if the layer has one, and their rotation. A q head is written to `q` [tokens, heads, head_dim]; k and v to the
+// Heads of a row of a layer's first product: queries, with a gate after each if the layer has them, keys, values.
+inline int64_t projected_heads(const ip_layer &layer) {
+  return layer.heads * (layer.output_gate ? 2 : 1) + 2 * layer.kv_heads;
+}
+
+// Head h of token t of qkv [tokens, heads + 2 kv_heads, head_dim] (q, then k, then v heads; gates do not count, see
+// `projected_heads`): q and k heads get their norm, if the layer has one, and their rotation. A q head is written to `q` [tokens, heads, head_dim]; k and v to the
 // token's slot of the cache, or nowhere if the slot is -1. By the calling thread.
 inline void rope_and_cache_head(const ip_layer &layer, const ip_step &step, const ip_cache &cache, const bf16 *qkv,
                                 int64_t t, int64_t h, bf16 *q) {
   int64_t d = layer.head_dim, slot = step.slots[t];
-  const bf16 *from = qkv + (t * (layer.heads + 2 * layer.kv_heads) + h) * d;
-  const float *table = layer.rope + step.positions[t] * d;
+  int64_t gates = layer.output_gate ? min64(h, layer.heads) : 0, turned = layer.rope_dim ? layer.rope_dim : d;
+  const bf16 *from = qkv + (t * projected_heads(layer) + h + gates) * d;
+  const float *table = layer.rope + step.positions[t] * turned;
   bf16 *head_buffer = workspace(kOneHead)->reserve<bf16>(d);
   if (h < layer.heads) {
-    norm_and_rope(from, layer.q_norm, table, d, layer.interleaved, head_buffer,
+    norm_and_rope(from, layer.q_norm, table, d, turned, layer.interleaved, head_buffer,
                   q + (t * layer.heads + h) * d);
   } else if (slot >= 0 && h < layer.heads + layer.kv_heads) {
     bf16 *rotated = workspace(kEntriesInBf16)->reserve<bf16>(d);
-    norm_and_rope(from, layer.k_norm, table, d, layer.interleaved, head_buffer, rotated);
+    norm_and_rope(from, layer.k_norm, table, d, turned, layer.interleaved, head_buffer, rotated);
     write_entries(key_entries(cache, layer.kv_heads * d), slot, (h - layer.heads) * d, rotated, d);
   } else if (slot >= 0) {
     write_entries(value_entries(cache, layer.kv_heads * d), slot, (h - layer.heads - layer.kv_heads) * d, from, d);
@@ -108,6 +116,22 @@ inline void rope_cache_and_attend(Team &team, const ip_layer &layer, const ip_st
   }
   team.barrier();
   phases.end_phase(kAttend);
+}
+
+// Multiplies the results of attention, mixed [m, heads, head_dim], by the sigmoids of the gates in qkv. Every thread of
+// the team calls it; complete on return.
+inline void apply_output_gates(Team &team, const ip_layer &layer, const bf16 *qkv, int64_t m, bf16 *mixed) {
+  int64_t d = layer.head_dim, heads = layer.heads, all = projected_heads(layer);
+  team.for_each_chunk(m * heads, 4, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i++) {
+      const bf16 *gate = qkv + (i / heads * all + 2 * (i % heads) + 1) * d;
+      bf16 *y = mixed + i * d;
+      for_each_register(d, [&](int64_t c, int64_t n) __attribute__((always_inline)) {
+        store_floats(y + c, load_floats(y + c, n) / (1.0f + vexp(-load_floats(gate + c, n))), n);
+      });
+    }
+  });
+  team.barrier();
 }
 
 // Where the normed rows (y) and their input with the residual (s) are, both [m, d].
@@ -230,7 +254,10 @@ inline const bf16 *decoder_layer(Team &team, const ip_layer &layer, const ip_ste
   NormResult first = add_norm(team, {}, x, residual, layer.attn_norm, m, width, buffers.attn_residual,
                               buffers.attn_input, kNormedRows);
   phases.end_phase(kAttnNorm);
-  if (layer.latent) {
+  if (layer.mixer) {
+    mix_tokens(team, *layer.mixer, step.sequences, first.y, (bf16 *)cache.k, (float *)cache.v, buffers.mixer);
+    phases.end_phase(kAttend);
+  } else if (layer.latent) {
     attend_latents(team, layer, step, cache, first.y, buffers, args, plan, phases);
   } else {
     linear(team, layer.qkv, first.y, width, m, buffers.qkv, layer.qkv.n, 0);
@@ -239,8 +266,9 @@ inline const bf16 *decoder_layer(Team &team, const ip_layer &layer, const ip_ste
     team.barrier();
     phases.end_phase(kProject);
     rope_cache_and_attend(team, layer, step, cache, buffers.qkv, buffers.q, args, plan, prefetched, phases);
+    if (layer.output_gate) apply_output_gates(team, layer, buffers.qkv, m, buffers.mixed);
   }
-  linear(team, layer.o, buffers.mixed, layer.o.k, m, buffers.attn_output, width, 0);
+  linear(team, layer.o, layer.mixer ? buffers.mixer.mixed : buffers.mixed, layer.o.k, m, buffers.attn_output, width, 0);
   team.barrier();
   phases.end_phase(kOut);
   NormResult second = add_norm(team, layer.attn_after, buffers.attn_output, first.s, layer.mlp_norm, m, width,

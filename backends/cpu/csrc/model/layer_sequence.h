@@ -4,10 +4,10 @@
 
 namespace {
 
-// Whether the layers' width, heads and head size (or latents) are equal, so that one set of buffers serves both, and one
-// plan of attention if their windows and steps are equal too.
-bool have_same_shape(const ip_layer &a, const ip_layer &b) {
-  if (a.o.n != b.o.n || a.heads != b.heads || a.kv_heads != b.kv_heads) return false;
+// Whether the heads and head size (or latents) of layers with attention are equal, so that one set of buffers serves
+// both, and one plan of attention if their windows and steps are equal too.
+bool have_same_attention(const ip_layer &a, const ip_layer &b) {
+  if (a.heads != b.heads || a.kv_heads != b.kv_heads) return false;
   if (!a.latent || !b.latent) return !a.latent && !b.latent && a.head_dim == b.head_dim;
   return a.latent->latent == b.latent->latent && a.latent->rope == b.latent->rope;
 }
@@ -27,6 +27,7 @@ struct LayerSequence {
     AttentionPlan of;
   } plans[kMaxAttentionPlans];
   int num_plans = 0;
+  AttentionPlan no_plan;  // of layers with a mixer
 
   // The step of layer i.
   static const ip_step &step_of(const ip_layer_steps &steps, int64_t i) {
@@ -36,8 +37,9 @@ struct LayerSequence {
   static bool share_plan(const ip_layer *const *layers, const ip_layer_steps &steps, int64_t i, int64_t j) {
     return layers[i]->window == layers[j]->window && &step_of(steps, i) == &step_of(steps, j);
   }
-  // The plan of layer i; there must be one.
+  // The plan of layer i.
   const AttentionPlan &plan_of(int64_t i) const {
+    if (layers[i]->mixer) return no_plan;
     int p = 0;
     while (!share_plan(layers, *steps, i, plans[p].first)) p++;
     return plans[p].of;
@@ -46,17 +48,30 @@ struct LayerSequence {
   // Entries of a row between layers.
   int64_t width() const { return layers[0]->o.n; }
   // The work of all layers, as `run_on_team` counts it.
-  int64_t work() const { return count * estimate_layer_work(*layers[0], step->tokens); }
+  int64_t work() const {
+    int64_t all = 0;
+    for (int64_t i = 0; i < count; i++) all += estimate_layer_work(*layers[i], step->tokens);
+    return all;
+  }
+  // The first layer with attention; 0 if there is none.
+  static int64_t first_with_attention(const ip_layer *const *layers, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+      if (!layers[i]->mixer) return i;
+    return 0;
+  }
 
-  // Whether the layers can be one call: at most kMaxDecodeRows tokens, layers of one shape (`have_same_shape`), caches
-  // of one block size, and at most kMaxAttentionPlans pairs of a window and a step.
+  // Whether the layers can be one call: at most kMaxDecodeRows tokens, layers of one width, those with attention of one
+  // shape (`have_same_attention`) with caches of one block size, and at most kMaxAttentionPlans pairs of a window and a
+  // step.
   static bool supports(const ip_layer *const *layers, const ip_cache *caches, int64_t count,
                        const ip_layer_steps *steps) {
     if (step_of(*steps, 0).tokens > kMaxDecodeRows) return false;
     int num_plans = 0;
-    int64_t first[kMaxAttentionPlans];
+    int64_t first[kMaxAttentionPlans], like = first_with_attention(layers, count);
     for (int64_t i = 0; i < count; i++) {
-      if (!have_same_shape(*layers[0], *layers[i]) || caches[i].block != caches[0].block) return false;
+      if (layers[i]->o.n != layers[0]->o.n) return false;
+      if (layers[i]->mixer) continue;
+      if (!have_same_attention(*layers[like], *layers[i]) || caches[i].block != caches[like].block) return false;
       int p = 0;
       while (p < num_plans && !share_plan(layers, *steps, i, first[p])) p++;
       if (p == kMaxAttentionPlans) return false;
@@ -72,8 +87,9 @@ struct LayerSequence {
         steps(steps),
         step(&step_of(*steps, 0)),
         shared(reserve_layer_buffers(layers, count, step->tokens)) {
-    clear_attention_results(*layers[0], step->tokens, shared);
+    clear_attention_results(*layers[first_with_attention(layers, count)], step->tokens, shared);
     for (int64_t i = 0; i < count; i++) {
+      if (layers[i]->mixer) continue;
       int p = 0;
       while (p < num_plans && !share_plan(layers, *steps, i, plans[p].first)) p++;
       if (p < num_plans) continue;

@@ -6,20 +6,6 @@
 
 namespace {
 
-// Calls f(c, n) for the registers that cover d columns: each begins at column c and has n columns, kRegisterLanes
-// except perhaps for the last.
-template <class Fn>
-inline __attribute__((always_inline)) void for_each_register(int64_t d, Fn f) {
-  int64_t c = 0;
-  for (; c + kRegisterLanes <= d; c += kRegisterLanes) f(c, (int64_t)kRegisterLanes);
-  if (c < d) f(c, d - c);
-}
-
-// 1 / sqrt(squares / d + eps), where `squares` holds partial sums of the squares of d entries.
-inline float inverse_rms(Floats squares, int64_t d, float eps) {
-  return 1.0f / __builtin_sqrtf(sum_lanes(squares) / (float)d + eps);
-}
-
 // s = x + r rounded to bf16, as the op's definition rounds it, then y = norm(s), for one row of d entries. r null: s is
 // x. s null: only y is written; then r must be null too. y may be x.
 inline void rms_norm_row(const bf16 *x, const bf16 *r, const ip_norm &norm, int64_t d, bf16 *s, bf16 *y) {
@@ -102,10 +88,16 @@ inline void norm_and_rope_in_registers(const bf16 *x, const ip_norm &norm, const
   }
 }
 
-// y = one head after `rms_norm_row`, if there is a norm, then `rope_head`, to the same bits. `head_buffer` has
-// space for one head and may be overwritten.
-inline void norm_and_rope(const bf16 *x, const ip_norm &norm, const float *table, int64_t dim, int interleaved,
-                          bf16 *head_buffer, bf16 *y) {
+// y = one head after `rms_norm_row`, if there is a norm, then `rope_head` of its first `turned` entries, to the same
+// bits. `head_buffer` has space for one head and may be overwritten.
+inline void norm_and_rope(const bf16 *x, const ip_norm &norm, const float *table, int64_t dim, int64_t turned,
+                          int interleaved, bf16 *head_buffer, bf16 *y) {
+  if (turned < dim) {
+    if (norm.weight) rms_norm_row(x, nullptr, norm, dim, nullptr, head_buffer), x = head_buffer;
+    rope_head(x, table, turned, interleaved, y);
+    memcpy(y + turned, x + turned, (size_t)(dim - turned) * sizeof(bf16));
+    return;
+  }
   if (!interleaved && dim == 64) return norm_and_rope_in_registers<64>(x, norm, table, y);
   if (!interleaved && dim == 128) return norm_and_rope_in_registers<128>(x, norm, table, y);
   if (norm.weight) rms_norm_row(x, nullptr, norm, dim, nullptr, head_buffer), x = head_buffer;

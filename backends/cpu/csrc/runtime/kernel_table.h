@@ -24,6 +24,12 @@ struct KernelTable {
   decltype(&ip_model_step) model_step;
   decltype(&ip_sample) sample;
   decltype(&ip_read_memory) read_memory;
+  decltype(&ip_causal_conv1d) causal_conv1d;
+  decltype(&ip_delta_rule_gates) delta_rule_gates;
+  decltype(&ip_gated_delta_rule) gated_delta_rule;
+  decltype(&ip_gated_norm) gated_norm;
+  decltype(&ip_selective_scan) selective_scan;
+  decltype(&ip_recurrent_block) recurrent_block;
 };
 
 extern const KernelTable table_avx2, table_avx512, table_avx512_bf16, table_amx;

@@ -319,4 +319,18 @@ inline Floats activate(Floats x, int32_t function) {
   }
 }
 
+// Calls f(c, n) for the registers that cover d columns: each begins at column c and has n columns, kRegisterLanes
+// except perhaps for the last.
+template <class Fn>
+inline __attribute__((always_inline)) void for_each_register(int64_t d, Fn f) {
+  int64_t c = 0;
+  for (; c + kRegisterLanes <= d; c += kRegisterLanes) f(c, (int64_t)kRegisterLanes);
+  if (c < d) f(c, d - c);
+}
+
+// 1 / sqrt(squares / d + eps), where `squares` holds partial sums of the squares of d entries.
+inline float inverse_rms(Floats squares, int64_t d, float eps) {
+  return 1.0f / __builtin_sqrtf(sum_lanes(squares) / (float)d + eps);
+}
+
 }  // namespace

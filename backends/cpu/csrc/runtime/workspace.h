@@ -55,10 +55,17 @@ enum WorkspaceSlot {
 // Plans of attention that layers in one call have at most.
 constexpr int kMaxAttentionPlans = 8;
 
-// This thread's workspace for a purpose of WorkspaceSlot; for a purpose with a count, a pointer to the first of that
+// Of recurrent layers: a block of a state; rows of a token's inputs, and pointers to them; rows between the parts of a
+// mixer.
+enum RecurrentSlot {
+  kRecurrentState = kLayerTasks + 2 * kMaxAttentionPlans, kRecurrentInputs, kRecurrentPointers, kMixerRows,
+  kWorkspaces
+};
+
+// This thread's workspace for a purpose of WorkspaceSlot or RecurrentSlot; for a purpose with a count, a pointer to the first of that
 // many workspaces.
 inline Workspace *workspace(int slot) {
-  static thread_local Workspace all[kLayerTasks + 2 * kMaxAttentionPlans];
+  static thread_local Workspace all[kWorkspaces];
   return &all[slot];
 }
 

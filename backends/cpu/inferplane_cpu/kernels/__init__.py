@@ -6,7 +6,18 @@ from __future__ import annotations
 
 from inferplane.kernels.composed import composed_kernels
 from inferplane.plugin import Kernel
-from inferplane_cpu.kernels import attention, layer, linear, model, moe, rowwise, sampling, torch_batch_invariant
+from inferplane_cpu.kernels import (
+    attention,
+    layer,
+    linear,
+    model,
+    moe,
+    recurrent,
+    recurrent_block,
+    rowwise,
+    sampling,
+    torch_batch_invariant,
+)
 
 
 def kernels() -> list[Kernel]:
@@ -17,6 +28,8 @@ def kernels() -> list[Kernel]:
         *rowwise.KERNELS,
         *attention.KERNELS,
         *moe.KERNELS,
+        *recurrent.KERNELS,
+        *recurrent_block.KERNELS,
         *layer.KERNELS,
         *model.KERNELS,
     ]

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from inferplane.kernels.composed.attention import expand_and_attend
-from inferplane.plugin import PLAIN, RANK_COMPOSED, RANK_PORTABLE, Batch, Kernels, LayerKV, When
+from inferplane.plugin import PLAIN, RANK_COMPOSED, RANK_PORTABLE, Batch, Kernels, LayerKV, StateCache, When
 from inferplane_cpu.kernels.linear import multiply_many_rows
 from inferplane_cpu.kernels.packing import PACKING, PANEL_FORMATS, matrices
 from inferplane_cpu.kvcache import BLOCK_TOKENS
-from inferplane_cpu.native import Cache, Matrix, RaggedBatch, library
+from inferplane_cpu.native import library
+from inferplane_cpu.structs import Cache, Matrix, RaggedBatch
 
 KERNELS = Kernels()
 LAYOUTS = (f"paged_{BLOCK_TOKENS}", f"paged_{BLOCK_TOKENS}_int8")
@@ -75,12 +76,14 @@ def native_batch(batch: Batch) -> RaggedBatch:
     )
 
 
-def native_cache(kv: LayerKV) -> Cache:
-    """A layer's cache as the library reads it, described once."""
+def native_cache(kv: LayerKV | StateCache) -> Cache:
+    """A layer's cache, or its states, as the library reads it, described once."""
     return kv.once("inferplane_cpu.cache", _describe_cache, kv)
 
 
 def _describe_cache(kv: Any) -> Cache:
+    if isinstance(kv, StateCache):
+        return Cache(*(tensor.data_ptr() for tensor in kv.tensors))
     k, v = kv.entries[0], kv.entries[-1]
     made = Cache(k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), block=kv.block_tokens)
     if kv.scales:

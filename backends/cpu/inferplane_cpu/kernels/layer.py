@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from inferplane.plugin import PLAIN, RANK_PORTABLE, Batch, Kernels, LayerKV, StepKind, When
+from inferplane_cpu.kernels import recurrent_block
 from inferplane_cpu.kernels.attention import LAYOUTS, has_tile_dims, native_cache
 from inferplane_cpu.kernels.layer_description import native_layer, native_step
 from inferplane_cpu.kernels.linear import INT8_ACTIVATIONS, RANK_BATCH_INVARIANT, fits_int8_sums
@@ -21,6 +22,7 @@ from inferplane_cpu.kernels.packing import (
     PANEL_FORMATS,
     prepare_any_order,
 )
+from inferplane_cpu.kernels.recurrent_block import has_native_mixer, has_native_states, list_linear_ops
 from inferplane_cpu.native import library
 
 KERNELS = Kernels()
@@ -28,13 +30,24 @@ KERNELS = Kernels()
 
 def _has_native_parts(op: Any) -> bool:
     attn, mlp = op.attn, op.mlp
-    if not _has_native_norms(op):
+    if not _has_native_norms(op) or not (mlp.is_gated_mlp or mlp.has_experts):
         return False
-    if not (attn.has_grouped_queries or attn.has_latent_attention) or not (mlp.is_gated_mlp or mlp.has_experts):
+    if mlp.reduce is not None or (mlp.has_experts and mlp.here is not None):
         return False
-    if attn.reduce is not None or mlp.reduce is not None or (mlp.has_experts and mlp.here is not None):
+    if op.attn.has_recurrence:
+        return has_native_mixer(attn) and has_native_states(attn)
+    if not (attn.has_grouped_queries or attn.has_latent_attention) or attn.reduce is not None:
         return False
-    return attn.has_latent_attention or bool(attn.few.kv.dim == attn.few.kv.v_dim == attn.head_dim)
+    if attn.has_latent_attention:
+        return True
+    return _enters_natively(attn.enter) and bool(attn.few.kv.dim == attn.few.kv.v_dim == attn.head_dim)
+
+
+def _enters_natively(enter: Any) -> bool:
+    """Whether q and k are rotated, all or their first entries, after norms or none, and that is all. `EXTENSIONS` says
+    which norms there may be."""
+    plain = not getattr(enter, "norms_last", False) and getattr(enter, "q_factors", None) is None
+    return plain and enter.rope is not None
 
 
 def _has_native_norms(op: Any) -> bool:
@@ -51,8 +64,11 @@ def _gated_mlp_of(op: Any) -> Any:
 def _linear_ops(op: Any) -> list[Any]:
     """Linear children, the router left out."""
     attn, mlp = op.attn, _gated_mlp_of(op)
-    own = [attn.q_a, attn.q_b, attn.kv_a] if attn.has_latent_attention else [attn.qkv]
-    return [x for x in (*own, attn.o, *((mlp.gate_up, mlp.down) if mlp is not None else ())) if x is not None]
+    if op.attn.has_recurrence:
+        own = list_linear_ops(attn.mixer)
+    else:
+        own = [*([attn.q_a, attn.q_b, attn.kv_a] if attn.has_latent_attention else [attn.qkv]), attn.o]
+    return [x for x in (*own, *((mlp.gate_up, mlp.down) if mlp is not None else ())) if x is not None]
 
 
 def _expert_weights(op: Any) -> list[Any]:
@@ -71,14 +87,22 @@ def _has_plain_activations(op: Any) -> bool:
 
 def _has_bf16_weights(op: Any) -> bool:
     """Whether its weights have the dtypes that the library reads: float32 in the rotary table and a router's bias,
-    bfloat16 in all others. Several kernels ask, so it is found once for each op."""
+    bfloat16 in all others but those of a mixer that are converted. Several kernels ask, so it is found once for each
+    op."""
     return bool(op.once("inferplane_cpu.has_bf16_weights", _find_bf16_weights, op))
 
 
 def _find_bf16_weights(op: Any) -> bool:
     bias = op.mlp.route.bias if op.mlp.has_experts else None
-    in_float32 = [w for w in (op.attn.enter.rope.table, bias) if w is not None]
-    others = (w for _, w in op.weights() if not any(w is x for x in in_float32))
+    table, converted = None, []
+    if op.attn.has_recurrence:
+        linear = [x.weight for x in list_linear_ops(op.attn.mixer)]
+        converted = [w for _, w in op.attn.weights() if not any(w is x for x in linear)]
+    else:
+        rope = op.attn.enter.rope
+        table = getattr(rope, "rope", rope).table
+    in_float32 = [w for w in (table, bias) if w is not None]
+    others = (w for _, w in op.weights() if not any(w is x for x in (*in_float32, *converted)))
     return all(w.dtype is torch.float32 for w in in_float32) and all(w.dtype in (None, torch.bfloat16) for w in others)
 
 
@@ -126,10 +150,16 @@ def _if_native(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 LAYER_OPS = ("decoder_layer", "residual_layer")
-EXTENSIONS = ("rms_norm.offset", "activation_mul", "attention.sinks", "attention.softcap", "clamped_experts")
+EXTENSIONS = (
+    *("rms_norm.offset", "activation_mul", "attention.sinks", "attention.softcap", "clamped_experts"),
+    *("prepare_attention", "partial_rope", "gqa_block.output_gate", "recurrent_block", *recurrent_block.EXTENSIONS),
+)
 """What layers have besides what the op got first, as `When.extensions` lists it."""
 NEEDS = (
-    ("grouped-query or latent attention, a gated MLP or experts, RMS norms, on one rank", _has_native_parts),
+    (
+        "grouped-query or latent attention or a mixer, a gated MLP or experts, RMS norms, on one rank",
+        _has_native_parts,
+    ),
     ("plain activations, and an MLP without bias", _if_native(_has_plain_activations)),
     ("bfloat16 weights, a float32 rotary table and a float32 bias of the router", _if_native(_has_bf16_weights)),
     ("an inner width that is a multiple of 16", _if_native(_has_inner_multiple_of_16)),
@@ -140,7 +170,9 @@ PACKED_KV_B = ("latent attention with a kv_b of 8 or 4 bits without bias", _if_n
 
 
 def _fits_tiles(op: Any) -> bool:
-    return op.attn.has_grouped_queries and op.mlp.is_gated_mlp and has_tile_dims(op.attn.head_dim)
+    attn = op.attn
+    plain = attn.has_grouped_queries and not attn.output_gate
+    return plain and op.mlp.is_gated_mlp and has_tile_dims(attn.head_dim)
 
 
 def _when(formats: tuple[str, ...], step_kind: StepKind, *needs: Any, kv_b: Any = STORED_KV_B) -> When:
@@ -148,7 +180,10 @@ def _when(formats: tuple[str, ...], step_kind: StepKind, *needs: Any, kv_b: Any 
     if step_kind == "mixed":
         features = ("native", "tiles")
         needs = (
-            ("grouped-query attention, a gated MLP and heads of a multiple of 32 up to 256", _if_native(_fits_tiles)),
+            (
+                "grouped queries without gates, a gated MLP and heads of a multiple of 32 up to 256",
+                _if_native(_fits_tiles),
+            ),
             *needs,
         )
     return When(
@@ -170,6 +205,7 @@ INT8_ROW_WEIGHTS = (
 )
 LINEAR_PATHS = ("attn.qkv", "attn.q_a", "attn.q_b", "attn.kv_a", "attn.o", "mlp.gate_up", "mlp.down")
 PACKS = {f"{path}.weight": PACKING for path in (*LINEAR_PATHS, "mlp.shared.gate_up", "mlp.shared.down")}
+PACKS |= {f"attn.mixer.{name}.weight": PACKING for name in recurrent_block.LINEAR_FIELDS}
 PACKS |= {"mlp.experts.gate_up": PACKING, "mlp.experts.down": PACKING}
 MXFP4_PACKS = {"mlp.experts.gate_up": MXFP4_PACKING, "mlp.experts.down": MXFP4_PACKING}
 DENSE_PACKS = {f"{path}.weight": PACKING for path in ("attn.qkv", "attn.o", "mlp.gate_up", "mlp.down")}

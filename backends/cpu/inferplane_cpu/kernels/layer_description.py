@@ -9,8 +9,9 @@ from inferplane.plugin import Batch
 from inferplane_cpu.kernels.attention import float_sinks, kv_b_of, native_batch
 from inferplane_cpu.kernels.moe import NativeExperts, describe_routing
 from inferplane_cpu.kernels.packing import Adapt, adapt_matrices
+from inferplane_cpu.kernels.recurrent_block import describe_mixer, states_in_place
 from inferplane_cpu.kernels.rowwise import activation_of, native_norm
-from inferplane_cpu.native import Experts, Latent, Layer, Norm, Step
+from inferplane_cpu.structs import Experts, Latent, Layer, Norm, Step
 
 
 def native_layer(view: Any, rounded: bool) -> Layer:
@@ -39,27 +40,15 @@ class _OwnedArrays(list[Any]):
 
 
 def _describe(view: Any, rounded: bool) -> Layer:
-    attn, layer, adapt = view.attn, Layer(rounded=rounded), view.prepared
+    layer, adapt = Layer(rounded=rounded), view.prepared
     layer.memory = memory = _OwnedArrays()
     layer.attn_norm, layer.mlp_norm = native_norm(view.attn_norm.norm), native_norm(view.mlp_norm.norm)
     layer.attn_after, layer.mlp_after = (_norm_after(view, name) for name in ("attn_after", "mlp_after"))
-    layer.o = memory.matrix(attn.o, adapt)
-    enter = attn.enter
-    layer.rope, layer.interleaved = enter.rope.table.data_ptr(), enter.rope.interleaved
-    if hasattr(attn, "qkv"):
-        layer.qkv = memory.matrix(attn.qkv, adapt)
-        if enter.q_norm is not None:
-            layer.q_norm, layer.k_norm = native_norm(enter.q_norm), native_norm(enter.k_norm)
-        layer.heads, layer.kv_heads = attn.heads
-        layer.head_dim, layer.window, layer.scale = attn.head_dim, attn.few.kv.window or 0, attn.few.scale
-        layer.softcap = attn.few.softcap or 0.0
-        if attn.few.sinks is not None:
-            memory.append(sinks := float_sinks(attn.few))
-            layer.sinks = sinks.data_ptr()
+    if hasattr(view.attn, "mixer"):
+        memory.append(mixer := describe_mixer(view.attn.mixer, adapt))
+        layer.mixer, layer.o = ctypes.addressof(mixer), mixer.o
     else:
-        memory.append(latent := _describe_latent(attn, adapt, memory))
-        layer.latent = ctypes.addressof(latent)
-        layer.heads, layer.kv_heads, layer.scale = attn.dims.heads, 1, attn.absorbed.scale
+        _describe_attention(layer, view.attn, adapt, memory)
     mlp = view.mlp
     if hasattr(mlp, "experts"):
         memory.append(routed := _describe_experts(mlp, adapt, memory))
@@ -69,6 +58,28 @@ def _describe(view: Any, rounded: bool) -> Layer:
         layer.gate_up, layer.down = memory.matrix(mlp.gate_up, adapt), memory.matrix(mlp.down, adapt)
         layer.activation = activation_of(mlp.act)
     return layer
+
+
+def _describe_attention(layer: Layer, attn: Any, adapt: Adapt, memory: _OwnedArrays) -> None:
+    layer.o = memory.matrix(attn.o, adapt)
+    enter = attn.enter
+    rope = getattr(enter.rope, "rope", enter.rope)
+    layer.rope, layer.interleaved = rope.table.data_ptr(), rope.interleaved
+    if not hasattr(attn, "qkv"):
+        memory.append(latent := _describe_latent(attn, adapt, memory))
+        layer.latent = ctypes.addressof(latent)
+        layer.heads, layer.kv_heads, layer.scale = attn.dims.heads, 1, attn.absorbed.scale
+        return
+    layer.qkv = memory.matrix(attn.qkv, adapt)
+    if enter.q_norm is not None:
+        layer.q_norm, layer.k_norm = native_norm(enter.q_norm), native_norm(enter.k_norm)
+    layer.heads, layer.kv_heads = attn.heads
+    layer.rope_dim, layer.output_gate = getattr(enter.rope, "size", 0), attn.output_gate
+    layer.head_dim, layer.window, layer.scale = attn.head_dim, attn.few.kv.window or 0, attn.few.scale
+    layer.softcap = attn.few.softcap or 0.0
+    if attn.few.sinks is not None:
+        memory.append(sinks := float_sinks(attn.few))
+        layer.sinks = sinks.data_ptr()
 
 
 def _norm_after(view: Any, name: str) -> Norm:
@@ -103,4 +114,6 @@ def _describe_step(batch: Batch) -> Step:
     step = Step()
     step.batch = native_batch(batch)
     step.positions, step.slots, step.tokens = batch.positions.data_ptr(), batch.slots.data_ptr(), batch.tokens
+    if batch.states is not None:
+        step.sequences = states_in_place(batch)
     return step

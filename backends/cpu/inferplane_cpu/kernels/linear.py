@@ -20,7 +20,8 @@ from inferplane_cpu.kernels.packing import (
     prepare_any_order,
     prepare_int8_activations,
 )
-from inferplane_cpu.native import FASTER_THAN_ONEDNN, Matrix, current_instruction_set, library
+from inferplane_cpu.native import FASTER_THAN_ONEDNN, current_instruction_set, library
+from inferplane_cpu.structs import Matrix
 
 KERNELS, HEAD_KERNELS = Kernels(), Kernels()
 RANK_BATCH_INVARIANT = RANK_PORTABLE - 10

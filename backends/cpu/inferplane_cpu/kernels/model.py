@@ -17,7 +17,8 @@ from inferplane_cpu.kernels import layer, linear
 from inferplane_cpu.kernels.attention import native_cache
 from inferplane_cpu.kernels.layer_description import native_layer, native_step
 from inferplane_cpu.kernels.rowwise import native_norm
-from inferplane_cpu.native import BF16, Cache, LayerSteps, LogitScale, Matrix, Model, ModelIO, library
+from inferplane_cpu.native import BF16, library
+from inferplane_cpu.structs import Cache, LayerSteps, LogitScale, Matrix, Model, ModelIO
 
 KERNELS = Kernels()
 MAX_TOKENS = 8
@@ -58,16 +59,17 @@ class NativeStack:
         self.count, self.fits = len(view.layers), True
         layers = [native_layer(v, False) for v in view.layers]
         self.layers = (ctypes.c_void_p * self.count)(*map(ctypes.addressof, layers))
-        self._described: tuple[Any, Any] = None, None
+        self._described: tuple[Any, Any, Any] = None, None, None
         self._caches: Any = None
         self._num_tables = 1
         self._number: Any = None
 
     def caches(self, cache: KVCache) -> Any:
         """An array of `Cache`, one a layer."""
-        layers, tables = self._described
-        if layers is not cache.layers or tables is not cache.tables:
-            self._described = layers, tables = cache.layers, cache.tables
+        if any(one is not other for one, other in zip(self._described, _places_of(cache), strict=True)):
+            self._described = layers, tables, by_layer = _places_of(cache)
+            if by_layer:
+                layers, tables = zip(*by_layer)  # what each layer is called with, in place of caches of tokens alone
             self._caches = (Cache * self.count)(*map(native_cache, layers[: self.count]))
             self._num_tables = max(tables[: self.count], default=0) + 1
             self._number = (ctypes.c_int32 * self.count)(*tables[: self.count]) if self._num_tables > 1 else None
@@ -77,6 +79,10 @@ class NativeStack:
         """A batch as its block tables' layers see it, for the tables of the last `caches`; not to outlive both."""
         steps = batch.once(("inferplane_cpu.steps", self._num_tables), _describe_steps, batch, self._num_tables)
         return LayerSteps(ctypes.addressof(steps), None if self._number is None else ctypes.addressof(self._number))
+
+
+def _places_of(cache: KVCache) -> tuple[Any, Any, Any]:
+    return cache.layers, cache.tables, cache.by_layer
 
 
 def _describe_steps(batch: Batch, tables: int) -> Any:

@@ -25,7 +25,8 @@ from inferplane_cpu.kernels.packing import (
     adapt_matrices,
     prepare_any_order,
 )
-from inferplane_cpu.native import ClampedGate, Experts, current_instruction_set, library
+from inferplane_cpu.native import current_instruction_set, library
+from inferplane_cpu.structs import ClampedGate, Experts
 
 KERNELS = Kernels()
 NO_SUCH_EXPERT = -1

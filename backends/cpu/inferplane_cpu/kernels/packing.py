@@ -11,7 +11,8 @@ import torch
 from inferplane.kernels.composed.padding import pad_rows
 from inferplane.plugin import Context, KernelError, Packing, QTensor
 from inferplane_cpu import huge_pages
-from inferplane_cpu.native import BF16, BF16_REORDERABLE, FP8, INT4, INT8, MXFP4, W8A8, Matrix, library
+from inferplane_cpu.native import BF16, BF16_REORDERABLE, FP8, INT4, INT8, MXFP4, W8A8, library
+from inferplane_cpu.structs import Matrix
 
 PANEL_ROWS = 16
 MAX_GROUP_COLUMNS = 128

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from inferplane.plugin import RANK_PORTABLE, Kernels, When
-from inferplane_cpu.native import ACTIVATIONS, Norm, library
+from inferplane_cpu.native import ACTIVATIONS, library
+from inferplane_cpu.structs import Norm
 
 KERNELS = Kernels()
 

@@ -17,7 +17,8 @@ import torch
 
 from inferplane.kernels.composed import basic
 from inferplane.plugin import RANK_PORTABLE, RANK_TUNED, Kernels, When
-from inferplane_cpu.native import Sampling, library
+from inferplane_cpu.native import library
+from inferplane_cpu.structs import Sampling
 
 KERNELS = Kernels()
 MIN_TOKENS = 8192

@@ -9,18 +9,19 @@ from typing import Any
 import torch
 
 from inferplane.ops.attention import GQABlock
-from inferplane.ops.basic import AddRMSNorm, RMSNorm
+from inferplane.ops.basic import AddRMSNorm, RMSNorm, Rope, rope_table
 from inferplane.ops.clamped_experts import ClampedExperts
 from inferplane.ops.draw import Draw
 from inferplane.ops.forms.activation import ActivationMul
 from inferplane.ops.forms.hybrid import HybridBlock
 from inferplane.ops.forms.mlp import MLP
 from inferplane.ops.forms.norms import AddNorm, LayerNorm, Norm
+from inferplane.ops.forms.rotation import PartialRope, PrepareAttention
 from inferplane.ops.linear import GatedMLP
 from inferplane.ops.mla import MLABlock
 from inferplane.ops.moe import MoE
 from inferplane.ops.op import BLOCK, Op, Sample, placeholder
-from inferplane.ops.recurrent.block import RecurrentBlock
+from inferplane.ops.recurrent.block import RecurrentBlock, quantize_mixer
 from inferplane.ops.recurrent.ragged import draw_batch
 from inferplane.types import Batch
 
@@ -244,9 +245,19 @@ def quantize_layer(layer: Any, format: str) -> Any:
         expanded = linears(attn.expanded, "kv_b")
         absorbed = replace(attn.absorbed, kv_b=expanded.kv_b.weight)
         attn = replace(linears(attn, "q_a", "q_b", "kv_a", "o"), expanded=expanded, absorbed=absorbed)
+    elif isinstance(attn, RecurrentBlock):
+        attn = replace(attn, mixer=quantize_mixer(attn.mixer, format))
     else:
         attn = linears(attn, "qkv", "o")
     return replace(layer, attn=attn, mlp=linears(layer.mlp, "gate_up", "down"))
+
+
+def rotate_partially(attn: Any) -> GQABlock:
+    """A sample's attention that rotates the first half of its heads."""
+    enter, size = attn.enter, attn.head_dim // 2
+    rope = PartialRope(Rope(rope_table(size)), size)
+    made: GQABlock = replace(attn, enter=PrepareAttention(enter.write, rope, enter.q_norm, enter.k_norm))
+    return made
 
 
 def clamp_experts(sample: Sample, format: str) -> Sample:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from inferplane.ops.draw import Draw
+from inferplane.ops.linear import Linear
 from inferplane.ops.op import BLOCK, Op, Sample
 from inferplane.ops.recurrent.mixers import DECODE, MIXED, GatedDeltaNet, Mamba2Mixer, ShortConv
 from inferplane.ops.recurrent.ragged import draw_batch
@@ -35,6 +37,7 @@ class RecurrentBlock(Op, name="recurrent_block", extension=True):
     """
 
     tolerance = BLOCK
+    has_recurrence = True
 
     mixer: Mixer
     states: StateRequest
@@ -52,16 +55,30 @@ class RecurrentBlock(Op, name="recurrent_block", extension=True):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Decode and mixed steps of each mixer."""
+        """Decode and mixed steps of each mixer; linear layers in 8 bits."""
         cases: Sequence[tuple[type[Mixer], str]] = (
             (ShortConv, "decode"),
             (ShortConv, "mixed"),
             (GatedDeltaNet, "decode"),
+            (GatedDeltaNet, "grouped_decode"),
             (GatedDeltaNet, "grouped_mixed"),
             (Mamba2Mixer, "bias_decode"),
+            (Mamba2Mixer, "gate_decode"),
             (Mamba2Mixer, "mixed"),
         )
-        return [_sample(next(s for s in mixer.samples() if s.label == label)) for mixer, label in cases]
+        plain = [next(s for s in mixer.samples() if s.label == label) for mixer, label in cases]
+        quantized = [
+            replace(plain[i], label=f"{plain[i].label}_int8", op=quantize_mixer(plain[i].op, "int8_group"))
+            for i in (2, 6)
+        ]
+        return [_sample(s) for s in (*plain, *quantized)]
+
+
+def quantize_mixer(mixer: Any, format: str) -> Any:
+    """A sample's mixer with its linear layers in another format."""
+    linears = {name: value for name, value in mixer.items() if isinstance(value, Linear)}
+    quantized = {name: replace(x, weight=replace(x.weight, format=format)) for name, x in linears.items()}
+    return replace(mixer, **quantized)
 
 
 def _sample(like: Sample) -> Sample:

@@ -47,6 +47,7 @@ class GatedDeltaNet(Op, name="gated_delta_net"):
     """
 
     tolerance = BLOCK
+    is_delta_net = True
 
     qkvz: Linear
     ba: Linear
@@ -146,6 +147,7 @@ class Mamba2Mixer(Op, name="mamba2_mixer"):
     """
 
     tolerance = BLOCK
+    is_mamba2 = True
 
     proj: Linear
     conv: CausalConv1d
@@ -235,6 +237,7 @@ class ShortConv(Op, name="short_conv"):
     """
 
     tolerance = BLOCK
+    is_short_convolution = True
 
     proj: Linear
     conv: CausalConv1d
