@@ -39,7 +39,7 @@ class HubConnection:
     def __init__(self, settings: HubSettings, say: Callable[[str], None]) -> None:
         from huggingface_hub import get_session
 
-        self.settings, self._say = settings, say
+        self.settings, self.say = settings, say
         self._session = get_session
         self._waited = 0.0
         self._failures = 0
@@ -145,7 +145,7 @@ class HubConnection:
                 remedy="try again later; with a token (`hf auth login`, HF_TOKEN) limits are higher",
             )
         if wait >= 1:
-            self._say(f"the hub is busy (status {status}): waiting {wait:.0f} s")
+            self.say(f"the hub is busy (status {status}): waiting {wait:.0f} s")
         self._pause(wait)
 
     def _pause(self, seconds: float) -> None:

@@ -18,6 +18,8 @@ from inferplane.hub.connection import HubConnection
 from inferplane.hub.repository import RemoteFile
 
 CHUNK_BYTES = 2**20
+PATIENCE_S = 0.5
+"""Seconds after which a wait for another process is worth a remark."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -54,7 +56,7 @@ def download(
     cache.blobs.mkdir(parents=True, exist_ok=True)
     cache.locks.mkdir(parents=True, exist_ok=True)
     partial = final.with_name(f"{file.digest}{INCOMPLETE}")
-    with _locking(cache.locks / f"{file.digest}.lock"):
+    with _locking(cache.locks / f"{file.digest}.lock", lambda: connection.say(f"another process fetches {file.name}")):
         if final.is_file() and final.stat().st_size == file.size:  # another process has downloaded it meanwhile
             return count(file.size)
         try:
@@ -83,11 +85,18 @@ def disk_error(error: OSError, folder: Path) -> CapacityError | DownloadError:
 
 
 @contextlib.contextmanager
-def _locking(path: Path) -> Iterator[None]:
-    """Hold the lock that huggingface_hub takes for this file too."""
+def _locking(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock that huggingface_hub takes for this file too; `on_wait` is called if another process has it."""
+    from filelock import Timeout
     from huggingface_hub import utils
 
-    with utils.WeakFileLock(path):  # type: ignore[attr-defined]  # exported, but not in the way that mypy demands
+    lock: Any = utils.WeakFileLock  # type: ignore[attr-defined]  # exported, but not in the way that mypy demands
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(lock(path, timeout=PATIENCE_S))
+        except Timeout:
+            on_wait()
+            held.enter_context(lock(path))
         yield
 
 

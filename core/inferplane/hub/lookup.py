@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from urllib.parse import quote
 
-from inferplane.errors import CapacityError, UsageError
+from inferplane.errors import CapacityError, DownloadError, UsageError
 from inferplane.hub.cache import RepositoryCache, list_repositories
 from inferplane.hub.connection import HubConnection
 from inferplane.hub.download import disk_error, download
@@ -110,7 +110,7 @@ class _Fetch:
 
     def run(self, *, configs: bool) -> Location:
         """Download all, or only configs."""
-        repository = read_repository(self.connection, self.name)
+        repository = self._read_repository()
         repository.check_kind()
         files = repository.configs() if configs else repository.small_files()
         if not configs:
@@ -131,6 +131,16 @@ class _Fetch:
         except OSError as error:
             raise disk_error(error, self.cache.folder) from error
         return Location(self.cache.snapshots / repository.commit, repository.commit)
+
+    def _read_repository(self) -> Repository:
+        """What the repository holds; an error about the network says that a plain name may have been a folder's."""
+        try:
+            return read_repository(self.connection, self.name)
+        except DownloadError as error:
+            if self.name.text.startswith(self.name.repository):
+                error.what = f"{self.name.text!r} is no folder, and is looked up on a hub: {error.what}"
+                error.args = (error.what,)
+            raise
 
     def _announce(self, repository: Repository, files: Sequence[RemoteFile], missing: int) -> None:
         """Say what is downloaded, how large it is and where it goes; and if it is too large for this machine."""

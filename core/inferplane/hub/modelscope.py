@@ -12,7 +12,7 @@ from inferplane.hub.cache import CachedSnapshot
 from inferplane.hub.location import Location
 from inferplane.hub.names import ModelName
 from inferplane.hub.progress import DownloadProgress, format_size
-from inferplane.hub.repository import RemoteFile, Repository
+from inferplane.hub.repository import FILE_NAME, RemoteFile, Repository
 
 DEFAULT_REVISION = "master"
 
@@ -41,8 +41,7 @@ def fetch(name: ModelName, progress: DownloadProgress) -> Location:
     """
     try:
         listed = _api().get_model_files(name.repository, revision=name.revision or DEFAULT_REVISION, recursive=False)
-        files = tuple(_remote_file(entry) for entry in listed if entry.get("Size") is not None)
-        repository = Repository(name, "", files)
+        repository = Repository(name, "", tuple(file for entry in listed if (file := _remote_file(entry)) is not None))
         repository.check_kind()
         small = repository.small_files() + [file for file in repository.files if ".safetensors.index" in file.name]
         folder = Path(_download(name, files=small))
@@ -64,8 +63,12 @@ def fetch(name: ModelName, progress: DownloadProgress) -> Location:
     return Location(folder, "")
 
 
-def _remote_file(entry: dict[str, Any]) -> RemoteFile:
-    return RemoteFile(str(entry["Path"]), int(entry["Size"]), "", is_large=False)
+def _remote_file(entry: dict[str, Any]) -> RemoteFile | None:
+    """A file of a list; None for folders, and for what lies in one."""
+    name, size = str(entry.get("Path")), entry.get("Size")
+    if size is None or FILE_NAME.fullmatch(name) is None:
+        return None
+    return RemoteFile(name, int(size), "", is_large=False)
 
 
 def _check_package() -> None:

@@ -31,9 +31,10 @@ GGUF = ".gguf"
 DEFAULT_REVISION = "main"
 MAX_SMALL_BYTES = 2**29
 """Largest file beside the weights: the largest known tokenizer has 34 MB."""
+FILE_NAME = re.compile(r"[A-Za-z0-9_][\w.+=-]*", re.ASCII)
+"""Names of files in the top folder that may be read."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA1, _SHA256 = re.compile(r"[0-9a-f]{40}"), re.compile(r"[0-9a-f]{64}")
-_FILE = re.compile(r"[A-Za-z0-9_][\w.+=-]*", re.ASCII)
 ReadFile = Callable[["RemoteFile"], bytes]
 
 
@@ -184,7 +185,7 @@ def read_repository(connection: HubConnection, name: ModelName) -> Repository:
 def _remote_file(entry: Any, connection: HubConnection) -> RemoteFile | None:
     """A file of a list; None if it is in a subfolder, or its name is none that is read."""
     name = entry.get("rfilename") if isinstance(entry, dict) else None
-    if not isinstance(name, str) or _FILE.fullmatch(name) is None:
+    if not isinstance(name, str) or FILE_NAME.fullmatch(name) is None:
         return None
     large = entry.get("lfs")
     size, digest = entry.get("size"), entry.get("blobId")

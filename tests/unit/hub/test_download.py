@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from email.utils import formatdate
 from pathlib import Path
@@ -186,6 +187,24 @@ def test_two_processes_download_once(server, settings):
     assert len(server.paths()) == 1
 
 
+def test_a_wait_for_another_process_is_said(server, settings, monkeypatch):
+    from huggingface_hub.utils import WeakFileLock
+
+    model = server.add("org/plain", Model(PLAIN))
+    cache = RepositoryCache(settings.cache, "org/plain")
+    cache.locks.mkdir(parents=True)
+    monkeypatch.setattr("inferplane.hub.download.PATIENCE_S", 0.05)
+    said: list[str] = []
+    with ThreadPoolExecutor() as pool:
+        with WeakFileLock(cache.locks / f"{model.sha256('model.safetensors')}.lock"):
+            pulled = pool.submit(pull, settings, said)
+            deadline = time.monotonic() + 10
+            while len(said) < 2 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert said[1:] == ["another process fetches model.safetensors"]
+        assert names_in(pulled.result()) == READ
+
+
 @pytest.mark.parametrize(
     ("faults", "ranges"),
     [
@@ -301,6 +320,22 @@ def test_only_the_hub_gets_the_token(server, settings, capfd, caplog):
     assert TOKEN not in "".join([*said, *capfd.readouterr(), caplog.text])
 
 
+def test_a_renamed_repository_gets_the_token_on_the_same_host_alone(server, settings):
+    server.add("org/plain", Model(PLAIN, private=True))
+    there = "/api/models/org/plain/revision/main?blobs=true"
+    server.faults["org/old/revision/main"].append(Fault(status=307, headers={"Location": there}))
+    for name in ("config.json", "tokenizer.json", "generation_config.json", "model.safetensors"):
+        location = f"/org/plain/resolve/{'a' * 40}/{name}"
+        server.faults[f"org/old/resolve/{'a' * 40}/{name}"].append(Fault(status=307, headers={"Location": location}))
+    assert names_in(pull(replace(settings, token=lambda: TOKEN), text="hf:org/old")) == READ
+    server.faults["/revision/main"].append(Fault(status=302, headers={"Location": "file:///etc/passwd"}))
+    with pytest.raises(DownloadError, match="answers with a redirect from http to file"):
+        pull(settings)
+    server.faults["/revision/main"] += [Fault(status=302, headers={"Location": "/x/revision/main"})] * 9
+    with pytest.raises(DownloadError, match="redirects without end"):
+        pull(settings)
+
+
 def test_a_private_or_unknown_name(server, settings):
     server.add("org/plain", Model(PLAIN, private=True))
     with pytest.raises(UsageError, match="has no org/plain") as caught:
@@ -359,6 +394,12 @@ def test_no_network(server, settings):
     assert "HTTPS_PROXY" in caught.value.remedy and not settings.cache.exists()
     folder = pull(settings)
     assert locate(name_of(), settings=nowhere).folder == folder
+
+
+def test_a_plain_name_may_have_been_a_folder(settings):
+    with pytest.raises(DownloadError) as caught:
+        pull(replace(settings, endpoint="http://127.0.0.1:9"), text="models/llama")
+    assert caught.value.what.startswith("'models/llama' is no folder, and is looked up on a hub: 127.0.0.1:9 cannot")
 
 
 def test_offline_says_what_is_in_the_cache(server, settings):
