@@ -146,7 +146,7 @@ def attention_by_sequence(view: Any, q: torch.Tensor, batch: Batch, kv: NpuKV) -
     ("heads of 64 or 128 entries", _has_narrow_heads),
     dtypes=(torch.bfloat16,),
     kv_layouts=(ND_128,),
-    features=("fused-infer", "sinks"),
+    features=("fused-infer", "bf16", "sinks"),
     when=partial(OnNpu, extensions=("attention.sinks",)),
     capture_safe=False,
     needs_host_lens=True,

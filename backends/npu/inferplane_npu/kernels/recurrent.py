@@ -61,7 +61,7 @@ def _has_whole_channels(channels: int) -> bool:
     HEADS,
     FEW_HEADS,
     dtypes=(torch.bfloat16,),
-    features=("chunked-delta-rule-float32",),
+    features=("bf16", "chunked-delta-rule-float32"),
     when=partial(OnNpu, step_kinds=("mixed",)),
     note="prompts; sequences with few tokens, and decays below -1, by torch's operators",
 )
@@ -84,7 +84,7 @@ def gated_delta_rule(
     HEADS,
     FEW_HEADS,
     dtypes=(torch.bfloat16,),
-    features=("recurrent-delta-rule",),
+    features=("bf16", "recurrent-delta-rule"),
     when=OnNpu,
     extra_error=STATE_ERROR,
     note="states in bfloat16, as the operator has them; the op's are in float32",
