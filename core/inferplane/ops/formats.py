@@ -21,11 +21,14 @@ FORMATS: dict[str, tuple[torch.dtype, int, tuple[int, int]]] = {
     "int4_group32": (torch.int8, 4, (1, 32)),
     "int4_row": (torch.int8, 4, (1, 0)),
     "mxfp4": (torch.int8, 8, (1, 32)),
+    "mxfp8": (FP8, 8, (1, 32)),
+    "nvfp4": (torch.int8, 8, (1, 16)),
 }
 """Weight formats: dtype of the data, significant bits, rows and columns per scale (0 columns: the whole row).
 
 "mxfp4" is e2m1 with a power of two per 32 columns. Its values are the integers `MXFP4_VALUES` times half that power, so
-its canonical data are these integers: -12 to 12, which take 5 bits."""
+its canonical data are these integers: -12 to 12, which take 5 bits. "nvfp4" has such entries too, with scales of e4m3
+per 16 columns times one factor; "mxfp8" is e4m3 with a power of two per 32 columns."""
 
 MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12)
 """Twice the magnitudes of the floating-point format e2m1, by its lower three bits."""
@@ -33,7 +36,7 @@ MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12)
 
 def dense_bits(format: str) -> int:
     """Bits of an entry of one of `FORMATS` where entries share bytes."""
-    return 4 if format == "mxfp4" else FORMATS[format][1]
+    return 4 if format in ("mxfp4", "nvfp4") else FORMATS[format][1]
 
 
 def limit(dtype: torch.dtype, bits: int) -> float:
@@ -59,8 +62,8 @@ def encode(weight: torch.Tensor, format: str) -> QTensor:
     """
     if format not in FORMATS:
         raise UsageError(f"Unknown weight format {format!r}.", there_is=", ".join(sorted(FORMATS)))
-    if format == "mxfp4":
-        return _encode_mxfp4(weight)
+    if format in _ENCODERS:
+        return _ENCODERS[format](weight)
     dtype, bits, (rows, columns) = FORMATS[format]
     block = (rows, columns or weight.shape[-1])
     w = weight.float()
@@ -83,13 +86,55 @@ def _encode_mxfp4(weight: torch.Tensor) -> QTensor:
     Source: OCP Microscaling Formats (MX) Specification 1.0, section 6.3.
     """
     w = weight.float().contiguous()
-    dtype, bits, block = FORMATS["mxfp4"]
+    amax = _group_maxima(w, "mxfp4")
+    return _round_to_e2m1(w, (_powers(amax, 2) / 2).masked_fill(amax == 0, 1.0), "mxfp4")
+
+
+def _encode_mxfp8(weight: torch.Tensor) -> QTensor:
+    """Quantize to e4m3 with a power of two per 32 columns, as `_encode_mxfp4`: the largest magnitude is 256 to 512."""
+    w = weight.float().contiguous()
+    dtype, bits, block = FORMATS["mxfp8"]
+    amax = _group_maxima(w, "mxfp8")
+    scale = _powers(amax, 8).masked_fill(amax == 0, 1.0)
+    scaled = w / QTensor(torch.empty_like(w), scale, block=block).expand_scale()
+    return QTensor(round_entries(scaled, dtype, FP8_MAX), scale, block=block, bits=bits)
+
+
+def _encode_nvfp4(weight: torch.Tensor) -> QTensor:
+    """Quantize to e2m1 with a scale of e4m3 per 16 columns and one factor of a matrix, which makes the largest 448.
+
+    Source: ModelOpt's NVFP4, whose factor is the largest magnitude / (6 * 448).
+    """
+    w = weight.float().contiguous()
+    amax = _group_maxima(w, "nvfp4")
+    finite = w.abs().nan_to_num(0.0, posinf=0.0)
+    factor = scales(finite.amax((-2, -1), keepdim=True), MXFP4_VALUES[-1] / 2 * FP8_MAX)
+    scale = (amax / (MXFP4_VALUES[-1] / 2) / factor).clamp(2.0**-9, FP8_MAX).to(FP8).float() * factor / 2
+    scale = scale.masked_fill(amax == 0, 1.0).masked_fill(~amax.isfinite(), torch.nan)
+    return _round_to_e2m1(w, scale, "nvfp4")
+
+
+_ENCODERS = {"mxfp4": _encode_mxfp4, "mxfp8": _encode_mxfp8, "nvfp4": _encode_nvfp4}
+
+
+def _group_maxima(w: torch.Tensor, format: str) -> torch.Tensor:
+    """Largest magnitudes `[..., N, groups]` of the groups of columns that share a scale."""
+    block = FORMATS[format][2]
     groups = scale_shape(tuple(w.shape), block)[-1]
     tiles = torch.nn.functional.pad(w, (0, groups * block[1] - w.shape[-1])).unflatten(-1, (groups, block[1]))
-    amax = tiles.abs().amax(-1)
-    exponent = torch.floor(torch.log2(torch.where(amax == 0, torch.ones_like(amax), amax))).clamp(-125, 127) - 2
-    scale = torch.ldexp(torch.full_like(exponent, 0.5), exponent)
-    scale = scale.masked_fill(amax == 0, 1.0).masked_fill(~amax.isfinite(), torch.nan)
+    return tiles.abs().amax(-1)
+
+
+def _powers(amax: torch.Tensor, exponent: int) -> torch.Tensor:
+    """The powers of two of which `amax` is 2^exponent to 2^(exponent + 1) times one; NaN for NaN and infinity."""
+    log = torch.floor(torch.log2(torch.where(amax == 0, torch.ones_like(amax), amax))).clamp(-125, 127) - exponent
+    scale = torch.ldexp(torch.ones_like(log), log)
+    return scale.masked_fill(~amax.isfinite(), torch.nan)
+
+
+def _round_to_e2m1(w: torch.Tensor, scale: torch.Tensor, format: str) -> QTensor:
+    """Entries rounded to the nearest value of `MXFP4_VALUES` times `scale`."""
+    dtype, bits, block = FORMATS[format]
     grid = torch.tensor(MXFP4_VALUES, dtype=torch.float32, device=w.device)
     middles = (grid[1:] + grid[:-1]) / 2
     scaled = w / QTensor(torch.empty_like(w), scale, block=block).expand_scale()

@@ -62,20 +62,48 @@ def read(source: TensorSource, name: str, shard: Shard) -> QTensor:
     """
     shape = find_shape(source, name)
     packed = read_tensor(source, name + BLOCKS, torch.uint8)
+    scale = expand_powers(read_tensor(source, name + SCALES, torch.uint8), 0.5)  # entries are twice the values
+    q = QTensor(expand_pairs(packed).view(shape), scale, block=FORMATS["mxfp4"][2], bits=FORMATS["mxfp4"][1])
+    return take_share(q, name, shard)
+
+
+def expand_pairs(packed: torch.Tensor) -> torch.Tensor:
+    """Twice the values of e2m1 entries, int8 `[..., 2 C]`.
+
+    Args:
+        packed: uint8 `[..., C]`, two entries a byte, the lower bits first.
+    """
     signed = [*MXFP4_VALUES, *(-value for value in MXFP4_VALUES)]
     of_byte = torch.tensor([(signed[byte & 15], signed[byte >> 4]) for byte in range(256)], dtype=torch.int8)
     # Both entries of a byte are looked up at once, as 16 bits: a large model has billions of them.
-    data = of_byte.view(torch.int16).flatten().index_select(0, packed.flatten().int()).view(torch.int8).view(shape)
-    stored = read_tensor(source, name + SCALES, torch.uint8)
-    scale = torch.ldexp(torch.full(stored.shape, 0.5), stored.int() - BIAS)  # entries are twice the values
-    scale = scale.masked_fill(stored == NOT_A_NUMBER, torch.nan)
-    q = QTensor(data, scale, block=FORMATS["mxfp4"][2], bits=FORMATS["mxfp4"][1])
+    pairs = of_byte.view(torch.int16).flatten().index_select(0, packed.flatten().int())
+    return pairs.view(torch.int8).view(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+def expand_powers(stored: torch.Tensor, unit: float) -> torch.Tensor:
+    """The powers of two that e8m0 numbers stand for, times `unit`; float32, NaN for 255.
+
+    Args:
+        stored: uint8 of any shape.
+        unit: a power of two.
+    """
+    return torch.ldexp(torch.full(stored.shape, unit), stored.int() - BIAS).masked_fill(
+        stored == NOT_A_NUMBER, torch.nan
+    )
+
+
+def take_share(q: QTensor, name: str, shard: Shard) -> QTensor:
+    """A rank's slice of a weight with groups of columns.
+
+    Raises:
+        CheckpointError: the slice splits columns that share a scale.
+    """
     if shard.is_whole:
         return q
-    first, last = shard.bounds(shape[shard.axis])
-    if shard.axis == 1 and (first % GROUP or last % GROUP):
+    group, (first, last) = q.block[1], shard.bounds(q.shape[shard.axis])
+    if shard.axis == 1 and (first % group or last % group):
         raise CheckpointError(
-            f"{name}: the share of a rank, columns {first} to {last}, splits a group of {GROUP} columns.",
+            f"{name}: the share of a rank, columns {first} to {last}, splits a group of {group} columns.",
             remedy="choose another tensor-parallel size, or expert parallelism",
         )
     return q.shard(shard.axis, first, last)

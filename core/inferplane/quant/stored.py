@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, TypeGuard
@@ -11,13 +11,18 @@ from inferplane.binding import FormatReader, TensorSource
 from inferplane.errors import CheckpointError, PluginError, UnsupportedModelError, warn
 from inferplane.ops import FORMATS
 from inferplane.quant.formats import READERS, SUFFIXES
+from inferplane.quant.instructions import check_instructions, is_excluded
+from inferplane.quant.microscaling import MICROSCALED, MODELOPT, find_compressed
 from inferplane.quant.mxfp4 import MXFP4
 from inferplane.quant.plugged import ShownWeights
 from inferplane.quant.unpack import WEIGHT, IntegerPacking
 from inferplane.types import PLAIN, ActivationQuant, WeightFormat
 
 BLOCK = [128, 128]
-UNREAD = ("*.input_scale", "*.activation_scale", "*.input_scale_ub", "*.k_scale", "*.v_scale", "*.input_zero_point")
+UNREAD = (
+    "*.input_scale", "*.activation_scale", "*.input_scale_ub", "*.k_scale", "*.v_scale", "*.input_zero_point",
+    "*.input_global_scale",
+)  # fmt: skip
 """Calibrated scales that may be left unread: cache entries get their scales while running, and so do activations unless
 the config says that their scales are static."""
 FP8_BLOCKS = ActivationQuant("fp8", 128)
@@ -104,7 +109,7 @@ def read_quant_config(
     if not settings:
         return QuantFormats()
     method = settings.get("quant_method")
-    _check_instructions(str(method), settings)
+    check_instructions(str(method), settings)
     if method == "mxfp4" and names is None:
         return QuantFormats(lambda name: "mxfp4" if ".experts." in name else PLAIN)
     if method == "mxfp4":
@@ -115,7 +120,7 @@ def read_quant_config(
         "fbgemm_fp8": lambda s: QuantScheme("fp8_row", FP8_ROWS),
         "gptq": _gptq,
         "awq": _awq,
-        "modelopt": lambda s: QuantScheme("fp8_row", FP8_STATIC) if s.get("quant_algo") == "FP8" else None,
+        "modelopt": _modelopt,
     }
     found = known[method](settings) if isinstance(method, str) and method in known else None
     if found is None and isinstance(method, str) and method in plugins:
@@ -133,12 +138,20 @@ def read_quant_config(
             "settings.",
             there_is="'fp8' with weight_block_size [128, 128] or a scale a tensor; 'fbgemm_fp8'; 'compressed-tensors' "
             "with FP8 weights in blocks of [128, 128] or with a scale a tensor or channel, or with integers of 4 or "
-            "8 bits; 'gptq' of 4 or 8 bits; 'awq' (gemm) of 4; 'modelopt' of FP8. Integers have a scale a row or 128 "
+            "8 bits, or nvfp4, mxfp4, mxfp8; 'gptq' of 4 or 8 bits; 'awq' (gemm) of 4; 'modelopt' of FP8, NVFP4, "
+            "W4A16_NVFP4, MXFP4, MXFP8. Integers have a scale a row or 128 "
             f"columns, symmetric ones of 4 bits also 64 or 32; those of 8 bits are symmetric; 'mxfp4' as gpt-oss has "
             f"it{of_plugins}",
             remedy="load an unquantized checkpoint, or add a plugin that registers the format",
         )
+    if found.skipped_quant:
+        warn(
+            f"The checkpoint says that activations are quantized ({found.skipped_quant}) before they are multiplied by "
+            f"its {found.format} weights. That is not applied: they are multiplied as they are."
+        )
     format, quant, packed = found.format, found.activation_quant, found.packed
+    if format in MICROSCALED and names is not None:
+        return replace(_of_plugin(format, MICROSCALED[format], names), unread=UNREAD)
 
     def by_scales(name: str) -> str:
         there = {name + suffix for suffix in SUFFIXES}
@@ -147,7 +160,7 @@ def read_quant_config(
         return format if any(n in names for n in there) else PLAIN  # type: ignore[operator]
 
     def by_config(name: str) -> str:
-        return format if _is_projection(name) else PLAIN
+        return format if _is_projection(name) and not is_excluded(settings, name) else PLAIN
 
     quants = {} if quant is None else {format: quant}
     return QuantFormats(by_config if names is None else by_scales, quants, unread=UNREAD, packed=packed)
@@ -183,11 +196,15 @@ def format_of(settings: Mapping[str, Any] | None, names: Collection[str] | None)
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """What settings state: a weight format, the quantization of activations, the packing of integers."""
+    """What settings state: a weight format, the quantization of activations, the packing of integers.
+
+    `skipped_quant` says what activations are quantized to where that is not done here.
+    """
 
     format: str
     activation_quant: ActivationQuant | None = None
     packed: IntegerPacking | None = None
+    skipped_quant: str = ""
 
 
 SHOWN_SETTINGS = (
@@ -195,112 +212,6 @@ SHOWN_SETTINGS = (
     "weight_block_size", "quant_algo",
 )  # fmt: skip
 """Settings that an error message repeats."""
-
-
-CONFIG_KEYS = (
-    "config_groups", "format", "global_compression_ratio", "ignore", "kv_cache_scheme", "quant_method",
-    "quantization_status", "sparsity_config", "transform_config", "version",
-)  # fmt: skip
-GROUP_KEYS = ("targets", "weights", "input_activations", "output_activations", "format")
-ARGS_KEYS = (
-    "num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic", "actorder", "scale_dtype",
-    "zp_dtype", "observer", "observer_kwargs",
-)  # fmt: skip
-"""Entries of compressed-tensors that are carried out, checked, or without effect on results."""
-ORDERS = (None, "static", "weight", "dynamic", "group", False)
-"""Activation orders of compressed-tensors; `UnpackedSource` checks that columns of a group are adjacent."""
-CORE_METHODS = ("fp8", "fbgemm_fp8", "gptq", "awq", "modelopt", "mxfp4")
-MORE_LAYERS = ("adapter", "rotation", "rotation_configs", "sparsity_config", "transform_config", "transforms")
-"""Entries of other methods that add arithmetic around the quantized layers (GPTQModel, AutoRound)."""
-EXPECTED: Mapping[str, tuple[Any, ...]] = {
-    "act_bits": (16, 32),
-    "activation": (),
-    "act_data_type": ("float", "float16", "bfloat16", "int"),
-    "data_type": ("int", "int_sym", "int_asym"),
-    "expert_dtype": ("fp8",),
-    "extra_config": (),
-    "fmt": ("e4m3", "float8_e4m3fn"),
-    "is_marlin_format": (),
-    "method": CORE_METHODS,
-    "pack_dtype": ("int32", "torch.int32"),
-    "regex_config": (),
-    "super_bits": (),
-    "super_group_size": (),
-}
-"""Entries of other methods that change how weights are read, or what is computed with them, unless they have one of
-these values (AutoRound's other types and its settings a layer, another packing, FP8 of another form)."""
-NO_EFFECT = (
-    "act_dynamic", "act_group_aware", "act_group_size", "act_sym", "activation_scheme", "amp", "auto_mixed_precision",
-    "autoround_version", "backend", "batch_size", "bits", "block_name_to_quantize", "cache_block_outputs",
-    "calibration", "checkpoint_format", "compute_dtype", "damp_auto_increment", "damp_percent", "dataset",
-    "dequantize", "desc_act", "disable_exllama", "do_fuse", "dynamic", "enable_minmax_tuning",
-    "enable_norm_bias_tuning", "enable_quanted_input", "exclude_modules", "exllama_config", "failsafe", "fallback",
-    "format", "fuse_max_seq_len", "gptaq", "gptaq_alpha", "gradient_accumulate_steps", "group_size", "ignore",
-    "ignored_layers", "iters", "kv_cache_group", "lm_head", "low_gpu_mem_usage", "lr", "max_input_length", "meta",
-    "minmax_lr", "model_file_base_name", "model_name_or_path", "model_seqlen", "module_name_preceding_first_block",
-    "modules_in_block_to_quantize", "modules_to_fuse", "modules_to_not_convert", "mse", "not_use_best_mse",
-    "nsamples", "offload_to_disk", "offload_to_disk_path", "packing_format", "pad_token_id", "parallel_packing",
-    "process", "producer", "provider", "q_group_size", "quant_algo", "quant_block_list", "quant_method", "quant_type",
-    "sampler", "scale_dtype", "scale_fmt", "seed", "seqlen", "static_attention_granularity", "static_groups",
-    "static_kv_granularity", "supported_types", "sym", "to_quant_block_names", "tokenizer", "true_sequential",
-    "use_exllama", "v2", "version", "vram_strategy", "w_bit", "weight_block_size", "zero_point",
-)  # fmt: skip
-"""Entries of other methods that are carried out, checked, shown by the tensors' names, or of use to exporters only."""
-KV_CACHE = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_method", "static_kv_dtype")
-
-
-def _check_instructions(method: str, settings: Mapping[str, Any]) -> None:
-    """Refuse what a checkpoint says is to be done with it and that is not done here; warn about scales of the cache.
-
-    Raises:
-        UnsupportedModelError: the instruction, by name.
-    """
-    for key in KV_CACHE:
-        if settings.get(key):
-            warn(f"{key} of the checkpoint is not applied: KV entries are stored as kv_cache_dtype says.")
-    if method == "compressed-tensors":
-        found = _instructions(settings)
-    else:
-        found = ((k, settings.get(k)) for k in (*MORE_LAYERS, *EXPECTED) if settings.get(k) not in EXPECTED.get(k, ()))
-    known = {*KV_CACHE, *MORE_LAYERS, *EXPECTED, *NO_EFFECT}
-    unknown = [k for k, value in settings.items() if k not in known and value] if method in CORE_METHODS else []
-    if unknown:
-        warn(
-            f"quantization_config of the checkpoint has entries that are not known for {method!r} and not applied: "
-            f"{', '.join(map(repr, unknown))[:200]}. If they change results, load a checkpoint without them."
-        )
-    for name, value in found:
-        if value:
-            raise UnsupportedModelError(
-                f"The checkpoint's quantization_config has {name} = {str(value)[:100]}, which is not implemented: "
-                "without it the results would be wrong.",
-                there_is="weights and activations without transforms, sparsity, adapters and quantized outputs",
-                remedy="load a checkpoint that was quantized without it",
-            )
-
-
-def _instructions(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Entries of a compressed-tensors config that are not carried out, with their values; empty values do nothing."""
-    yield from ((key, value) for key, value in settings.items() if key not in CONFIG_KEYS)
-    transforms = settings.get("transform_config")
-    if transforms and (not isinstance(transforms, Mapping) or transforms.get("config_groups", transforms)):
-        yield "transform_config", transforms
-    sparsity = settings.get("sparsity_config")
-    if sparsity and (not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense"):
-        yield "sparsity_config", sparsity
-    groups = settings.get("config_groups")
-    for name, group in groups.items() if isinstance(groups, Mapping) else ():
-        if not isinstance(group, Mapping):
-            continue
-        yield from ((f"{name}.{key}", value) for key, value in group.items() if key not in GROUP_KEYS)
-        yield f"{name}.output_activations", group.get("output_activations")
-        for part in ("weights", "input_activations"):
-            args = group.get(part)
-            if not isinstance(args, Mapping):
-                continue
-            yield from ((f"{name}.{part}.{k}", v) for k, v in args.items() if k not in ARGS_KEYS)
-            if args.get("actorder") not in ORDERS:
-                yield f"{name}.{part}.actorder", args["actorder"]
 
 
 def _fp8(settings: Mapping[str, Any]) -> QuantScheme | None:
@@ -347,8 +258,20 @@ def _awq(settings: Mapping[str, Any]) -> QuantScheme | None:
     return _integers("awq", 4, settings.get("group_size", 0), False) if settings.get("zero_point", True) else None
 
 
+def _modelopt(settings: Mapping[str, Any]) -> QuantScheme | None:
+    """ModelOpt with one `quant_algo` for all modules; those that are excluded the tensors' names show."""
+    algo = settings.get("quant_algo")
+    if algo == "FP8":
+        return QuantScheme("fp8_row", FP8_STATIC)
+    if not isinstance(algo, str) or algo not in MODELOPT:
+        return None
+    if settings.get("group_size") not in (None, FORMATS[MODELOPT[algo][0]][2][1]):
+        return None
+    return QuantScheme(MODELOPT[algo][0], skipped_quant=MODELOPT[algo][1])
+
+
 def _read_compressed(settings: Mapping[str, Any]) -> QuantScheme | None:
-    """compressed-tensors with FP8 or integers; all groups must be alike."""
+    """compressed-tensors with FP8, FP4 or integers; all groups must be alike."""
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         return None
@@ -360,6 +283,8 @@ def _group(group: Any, settings: Mapping[str, Any]) -> QuantScheme | None:
     if not isinstance(group, Mapping):
         return None
     weights, inputs = group.get("weights"), group.get("input_activations")
+    if (microscaled := find_compressed(group, settings)) is not None:
+        return QuantScheme(microscaled[0], skipped_quant=microscaled[1])
     if isinstance(weights, Mapping) and weights.get("type") == "int":
         return _integer_group(weights, inputs, settings)
     if not _is_fp8(weights) or not (inputs is None or _is_fp8(inputs)):

@@ -211,7 +211,7 @@ def test_the_configs_own_settings_count(tmp_path):
     assert Config.read(tmp_path)["quantization_config"] == PACKED
 
 
-@pytest.mark.parametrize("algo", ["NVFP4", "W4A8_AWQ", "FP8_PB_WO", None])
+@pytest.mark.parametrize("algo", ["NVFP4_AWQ", "W4A8_AWQ", "FP8_PB_WO", None])
 def test_methods_that_are_not_read_are_named(algo, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": algo}}))

@@ -37,7 +37,7 @@ def random_qtensor(n, k, block, *, zero=False, seed=0, lead=(), dtype=torch.int8
     return QTensor(data, torch.rand(shape, generator=g) + 0.1, points, block, bits)
 
 
-@pytest.mark.parametrize("format", sorted(FORMATS.keys() - {"mxfp4"}))
+@pytest.mark.parametrize("format", sorted(FORMATS.keys() - {"mxfp4", "mxfp8", "nvfp4"}))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_formats_round_trip_within_half_a_step(format, shape):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3

@@ -1,0 +1,144 @@
+"""What a quantization config tells a reader to do beside reading weights: refused by name where it is not done here."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from inferplane.errors import UnsupportedModelError, warn
+
+CONFIG_KEYS = (
+    "config_groups", "format", "global_compression_ratio", "ignore", "kv_cache_scheme", "quant_method",
+    "quantization_status", "sparsity_config", "transform_config", "version",
+)  # fmt: skip
+GROUP_KEYS = ("targets", "weights", "input_activations", "output_activations", "format")
+ARGS_KEYS = (
+    "num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic", "actorder", "scale_dtype",
+    "zp_dtype", "observer", "observer_kwargs",
+)  # fmt: skip
+"""Entries of compressed-tensors that are carried out, checked, or without effect on results."""
+ORDERS = (None, "static", "weight", "dynamic", "group", False)
+"""Activation orders of compressed-tensors; `UnpackedSource` checks that columns of a group are adjacent."""
+CORE_METHODS = ("fp8", "fbgemm_fp8", "gptq", "awq", "modelopt", "mxfp4")
+MORE_LAYERS = ("adapter", "rotation", "rotation_configs", "sparsity_config", "transform_config", "transforms")
+"""Entries of other methods that add arithmetic around the quantized layers (GPTQModel, AutoRound)."""
+EXPECTED: Mapping[str, tuple[Any, ...]] = {
+    "act_bits": (16, 32),
+    "activation": (),
+    "act_data_type": ("float", "float16", "bfloat16", "int"),
+    "data_type": ("int", "int_sym", "int_asym"),
+    "expert_dtype": ("fp8",),
+    "extra_config": (),
+    "fmt": ("e4m3", "float8_e4m3fn"),
+    "is_marlin_format": (),
+    "method": CORE_METHODS,
+    "pack_dtype": ("int32", "torch.int32"),
+    "regex_config": (),
+    "super_bits": (),
+    "super_group_size": (),
+}
+"""Entries of other methods that change how weights are read, or what is computed with them, unless they have one of
+these values (AutoRound's other types and its settings a layer, another packing, FP8 of another form)."""
+NO_EFFECT = (
+    "act_dynamic", "act_group_aware", "act_group_size", "act_sym", "activation_scheme", "amp", "auto_mixed_precision",
+    "autoround_version", "backend", "batch_size", "bits", "block_name_to_quantize", "cache_block_outputs",
+    "calibration", "checkpoint_format", "compute_dtype", "damp_auto_increment", "damp_percent", "dataset",
+    "dequantize", "desc_act", "disable_exllama", "do_fuse", "dynamic", "enable_minmax_tuning",
+    "enable_norm_bias_tuning", "enable_quanted_input", "exclude_modules", "exllama_config", "failsafe", "fallback",
+    "format", "fuse_max_seq_len", "gptaq", "gptaq_alpha", "gradient_accumulate_steps", "group_size", "ignore",
+    "ignored_layers", "iters", "kv_cache_group", "lm_head", "low_gpu_mem_usage", "lr", "max_input_length", "meta",
+    "minmax_lr", "model_file_base_name", "model_name_or_path", "model_seqlen", "module_name_preceding_first_block",
+    "modules_in_block_to_quantize", "modules_to_fuse", "modules_to_not_convert", "mse", "not_use_best_mse",
+    "nsamples", "offload_to_disk", "offload_to_disk_path", "packing_format", "pad_token_id", "parallel_packing",
+    "process", "producer", "provider", "q_group_size", "quant_algo", "quant_block_list", "quant_method", "quant_type",
+    "sampler", "scale_dtype", "scale_fmt", "seed", "seqlen", "static_attention_granularity", "static_groups",
+    "static_kv_granularity", "supported_types", "sym", "to_quant_block_names", "tokenizer", "true_sequential",
+    "use_exllama", "v2", "version", "vram_strategy", "w_bit", "weight_block_size", "zero_point",
+)  # fmt: skip
+"""Entries of other methods that are carried out, checked, shown by the tensors' names, or of use to exporters only."""
+KV_CACHE = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_method", "static_kv_dtype")
+
+
+def check_instructions(method: str, settings: Mapping[str, Any]) -> None:
+    """Refuse what a checkpoint says is to be done with it and that is not done here; warn about scales of the cache.
+
+    Raises:
+        UnsupportedModelError: the instruction, by name.
+    """
+    for key in KV_CACHE:
+        if settings.get(key):
+            warn(f"{key} of the checkpoint is not applied: KV entries are stored as kv_cache_dtype says.")
+    if method == "compressed-tensors":
+        found = _instructions(settings)
+    else:
+        found = ((k, settings.get(k)) for k in (*MORE_LAYERS, *EXPECTED) if settings.get(k) not in EXPECTED.get(k, ()))
+    groups = {"config_groups"} if method == "modelopt" else set()  # what quant_algo says, in another form
+    known = {*KV_CACHE, *MORE_LAYERS, *EXPECTED, *NO_EFFECT, *groups}
+    unknown = [k for k, value in settings.items() if k not in known and value] if method in CORE_METHODS else []
+    if unknown:
+        warn(
+            f"quantization_config of the checkpoint has entries that are not known for {method!r} and not applied: "
+            f"{', '.join(map(repr, unknown))[:200]}. If they change results, load a checkpoint without them."
+        )
+    for name, value in found:
+        if value:
+            raise UnsupportedModelError(
+                f"The checkpoint's quantization_config has {name} = {str(value)[:100]}, which is not implemented: "
+                "without it the results would be wrong.",
+                there_is="weights and activations without transforms, sparsity, adapters and quantized outputs",
+                remedy="load a checkpoint that was quantized without it",
+            )
+
+
+def _instructions(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Entries of a compressed-tensors config that are not carried out, with their values; empty values do nothing."""
+    yield from ((key, value) for key, value in settings.items() if key not in CONFIG_KEYS)
+    transforms = settings.get("transform_config")
+    if transforms and (not isinstance(transforms, Mapping) or transforms.get("config_groups", transforms)):
+        yield "transform_config", transforms
+    sparsity = settings.get("sparsity_config")
+    if sparsity and (not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense"):
+        yield "sparsity_config", sparsity
+    groups = settings.get("config_groups")
+    for name, group in groups.items() if isinstance(groups, Mapping) else ():
+        if not isinstance(group, Mapping):
+            continue
+        yield from ((f"{name}.{key}", value) for key, value in group.items() if key not in GROUP_KEYS)
+        yield f"{name}.output_activations", group.get("output_activations")
+        for part in ("weights", "input_activations"):
+            args = group.get(part)
+            if not isinstance(args, Mapping):
+                continue
+            yield from ((f"{name}.{part}.{k}", v) for k, v in args.items() if k not in ARGS_KEYS)
+            if args.get("actorder") not in ORDERS:
+                yield f"{name}.{part}.actorder", args["actorder"]
+
+
+EXCLUDED = ("ignore", "exclude_modules", "ignored_layers", "modules_to_not_convert")
+"""Entries that name modules which are not quantized."""
+
+
+def is_excluded(settings: Mapping[str, Any], name: str) -> bool:
+    """Whether a config says that a weight is not quantized: its module, or one around it, has one of the names.
+
+    Args:
+        settings: the config's `quantization_config`.
+        name: the weight's name.
+
+    Source: ModelOpt writes shell patterns, compressed-tensors names or "re:" with a regular expression.
+    """
+    module = name.removesuffix(".weight")
+    lists = [settings.get(key) for key in EXCLUDED]
+    patterns = [p for found in lists if isinstance(found, (list, tuple)) for p in found if isinstance(p, str)]
+    return any(_names_module(pattern, module) for pattern in patterns)
+
+
+def _names_module(pattern: str, module: str) -> bool:
+    if pattern.startswith("re:"):
+        try:
+            return re.match(pattern.removeprefix("re:"), module) is not None
+        except re.error:
+            return False
+    return fnmatch.fnmatchcase(module, pattern) or module.startswith(f"{pattern}.")
