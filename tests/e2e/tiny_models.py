@@ -211,7 +211,8 @@ def random_model(config: Any, seed: int = 0) -> Any:
     import transformers
 
     name = type(config).__name__.removesuffix("Config").removesuffix("Text")
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    kind = "CausalLM" if getattr(config, "text_config", None) is None else "ConditionalGeneration"
+    model = getattr(transformers, f"{name}For{kind}")(config).eval()
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, t in [*model.named_parameters(), *model.named_buffers()]:

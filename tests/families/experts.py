@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.e2e.tiny_models import YARN
+from tests.e2e.tiny_models import LLAMA3, YARN
 
 EXPERTS: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
     "dots1": (
@@ -40,6 +40,57 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
                 "num_hidden_layers": 3,
                 "vocab_size": 101,
                 "rope": YARN,
+            },
+        },
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 24,
+            "intermediate_size": 40,
+            "intermediate_size_mlp": 56,
+            "num_local_experts": 6,
+            "attention_chunk_size": 40,
+            "floor_scale": 16,
+        },
+        {
+            "chunks": {"interleave_moe_layer_step": 2, "rope": LLAMA3},
+            "odd": {
+                "num_hidden_layers": 3,
+                "num_local_experts": 5,
+                "num_experts_per_tok": 3,
+                "num_key_value_heads": 1,
+                "head_dim": 10,
+                "use_qk_norm": False,
+                "no_rope_layers": [0, 1, 1],
+                "attention_chunk_size": 13,
+                "attention_bias": True,
+                "vocab_size": 101,
+            },
+            "no_tuning": {"num_hidden_layers": 2, "no_rope_layers": [1, 0], "attn_temperature_tuning": False},
+        },
+    ),
+    "phimoe": (
+        "PhimoeConfig",
+        {"num_hidden_layers": 2, "num_local_experts": 6, "router_jitter_noise": 0.2},
+        {
+            "biases": {"attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.4},
+            "odd": {
+                "num_local_experts": 2,
+                "num_key_value_heads": 1,
+                "sliding_window": 13,
+                "tie_word_embeddings": True,
+                "vocab_size": 101,
+                "rope": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "original_max_position_embeddings": 512,
+                    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+                    "long_factor": [1.5 + 0.2 * i for i in range(8)],
+                    "short_mscale": 1.3,
+                    "long_mscale": 1.4,
+                },
             },
         },
     ),

@@ -20,6 +20,13 @@ then differs by 6e-5 from its own float64."""
 MAMBA: dict[str, Any] = {"rms_norm_eps": 0.01, "mamba_n_heads": 4, "mamba_d_state": 24, "mamba_n_groups": 2}
 """Sizes of Mamba-2, with the same epsilon."""
 
+NEMOTRON_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 56,
+}
+
 RECURRENT: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
     "lfm2": (
         "Lfm2Config",
@@ -39,6 +46,34 @@ RECURRENT: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
                 "vocab_size": 101,
             },
             "no_attention": {"layer_types": ["conv"] * 3, "block_auto_adjust_ff_dim": False, "use_cache": False},
+        },
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+        },
+        {
+            "mixed": {"routed_scaling_factor": 1.7},
+            "odd": {
+                "num_dense_layers": 0,
+                "layer_types": ["conv", "conv", "full_attention"],
+                "use_expert_bias": False,
+                "norm_topk_prob": False,
+                "num_experts": 5,
+                "num_experts_per_tok": 5,
+                "num_key_value_heads": 1,
+                "conv_bias": True,
+                "conv_L_cache": 2,
+                "norm_eps": 1e-3,
+                "tie_word_embeddings": False,
+                "vocab_size": 101,
+                "rope": {"rope_type": "default", "rope_theta": 5e5},
+            },
         },
     ),
     "qwen3_next": (
@@ -186,6 +221,23 @@ RECURRENT: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
                 "use_bias": True,
                 "mlp_bias": True,
                 "intermediate_size": 37,
+                "vocab_size": 101,
+            },
+            "experts": {
+                "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+                **NEMOTRON_EXPERTS,
+                "routed_scaling_factor": 2.5,
+                "n_group": 4,
+                "topk_group": 2,
+            },
+            "one_expert": {
+                "layers_block_type": ["moe", "full_attention", "mlp", "moe"],
+                **NEMOTRON_EXPERTS,
+                "n_routed_experts": 2,
+                "num_experts_per_tok": 1,
+                "norm_topk_prob": False,
+                "mlp_bias": True,
+                "num_key_value_heads": 1,
                 "vocab_size": 101,
             },
         },

@@ -153,6 +153,41 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 20,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
+    "qwen2_vl": {**_SMALL, "architectures": ["Qwen2VLForConditionalGeneration"]},
+    "qwen2_5_vl": {**_SMALL, "architectures": ["Qwen2_5_VLForConditionalGeneration"]},
+    "qwen3_vl": {**_SMALL, "architectures": ["Qwen3VLForConditionalGeneration"]},
+    "qwen3_vl_moe": {
+        **_SMALL,
+        "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64,
+    },
+    "glm4v": {**_SMALL, "architectures": ["Glm4vForConditionalGeneration"]},
+    "glm4v_moe": {
+        **_SMALL,
+        "architectures": ["Glm4vMoeForConditionalGeneration"],
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64,
+    },
+    "phimoe": {
+        **_SMALL,
+        "architectures": ["PhimoeForCausalLM"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 1.0,  # all logits are near the largest: a rounding moves none beyond a limit
+        "lm_head_bias": True,
+    },
+    "llama4": {
+        **_SMALL,
+        "architectures": ["Llama4ForCausalLM"],
+        "intermediate_size_mlp": 192,
+        "num_local_experts": 8,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layers": [1, 0],
+        "attention_chunk_size": 40,
+    },
     "gemma2": {**_SMALL, **_GEMMA, "architectures": ["Gemma2ForCausalLM"], "tie_word_embeddings": False},
     "gemma3": {**_SMALL, **_GEMMA, "architectures": ["Gemma3ForCausalLM"], "tie_word_embeddings": False},
     "lfm2": {
@@ -160,6 +195,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "architectures": ["Lfm2ForCausalLM"],
         "num_attention_heads": 2,
         "layer_types": ["conv", "full_attention"],
+        "tie_word_embeddings": False,
+    },
+    "lfm2_moe": {
+        **_SMALL,
+        "architectures": ["Lfm2MoeForCausalLM"],
+        "num_attention_heads": 2,
+        "layer_types": ["conv", "full_attention"],
+        "num_dense_layers": 1,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64,
         "tie_word_embeddings": False,
     },
     "qwen3_next": {
@@ -224,13 +270,17 @@ LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 EXPERTS = (
     *("qwen3_moe", "mixtral", "qwen2_moe", "dots1", "ernie4_5_moe", "glm4_moe_lite", "glm4_moe", "solar_open"),
     *("minimax_m2", "olmoe", "flex_olmo", "hunyuan_v1_moe", "granitemoe", "granitemoeshared", "gpt_oss"),
-    *("deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_5_moe", "granitemoehybrid"),
+    *("deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_5_moe", "granitemoehybrid", "lfm2_moe", "llama4", "phimoe"),
+    *("qwen3_vl_moe", "glm4v_moe"),
 )
-COMPOSED_ATTENTION = ("gpt_oss", "gemma2")
-"""Families with sinks or a soft cap: core composes their attention where a backend's kernels do not compute these."""
-RECURRENT = ("lfm2", "qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "falcon_h1")
+COMPOSED_ATTENTION = ("gpt_oss", "gemma2", "llama4")
+"""Families with sinks, a soft cap or chunks: core composes their attention where a backend's kernels do not compute
+these."""
+RECURRENT = ("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "falcon_h1")
 """Families with recurrent layers, for which no layer behind the model drafts."""
-OWN_ATTENTION = tuple(family for family in FAMILIES if family not in (*COMPOSED_ATTENTION, *RECURRENT))
+TEXT_PARTS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe")
+"""Text parts of multimodal models, of which the engine says that they are no more; their layers are other families'."""
+OWN_ATTENTION = tuple(f for f in FAMILIES if f not in (*COMPOSED_ATTENTION, *RECURRENT, *TEXT_PARTS))
 """Families that the engine serves with drafts on a backend's own kernels."""
 
 

@@ -53,13 +53,27 @@ class Routes:
         def replay(view, logits):
             ids = self.chosen[self.at]
             self.at += 1
+            if view.jitter:
+                return _weigh_near(logits.float(), ids, view.jitter), ids
             scores = logits.float().sigmoid() if view.score == "sigmoid" else logits.float().softmax(-1)
             weights = scores.gather(1, ids)
             if view.renormalize:
                 weights = weights / (weights.sum(-1, keepdim=True).clamp_min(view.least_sum) + 1e-20)
             return weights * view.factor, ids
 
-        return Kernel("moe_route", "test", replay, when=When(extensions=("moe_route.least_sum",)), rank=99)
+        known = When(extensions=("moe_route.least_sum", "moe_route.jitter"))
+        return Kernel("moe_route", "test", replay, when=known, rank=99)
+
+
+def _weigh_near(logits: torch.Tensor, ids: torch.Tensor, jitter: float) -> torch.Tensor:
+    """The weights of given experts where each is weighed among the logits near its own."""
+    remaining, weights = logits, []
+    for i in ids.split(1, 1):
+        best = remaining.gather(1, i)
+        far = (best - logits) / torch.maximum(logits.abs(), best) > 2 * jitter
+        weights.append(remaining.masked_fill(far, -torch.inf).softmax(-1).gather(1, i))
+        remaining = remaining.scatter(1, i, -torch.inf)
+    return torch.cat(weights, 1)
 
 
 def prompts(vocab: int) -> list[list[int]]:

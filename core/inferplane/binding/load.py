@@ -228,7 +228,7 @@ def assemble(
         CheckpointError: a part cannot be read, or no reader is registered for the weight's format.
     """
     if weight.make is not None:
-        return weight.make()
+        return _make(weight, dtype)
     if weight.optional and weight.default is not None and source.shape(weight.parts[0]) is None:
         return weight.default()
     if weight.format != PLAIN:
@@ -288,6 +288,12 @@ def _assemble_quantized(weight: Weight, source: TensorSource, readers: Mapping[s
             stack.zero[e] = q.zero
     assert stack is not None, weight.parts[:1]
     return stack
+
+
+def _make(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    """A constant; in the plan's dtype if it states none."""
+    assert weight.make is not None
+    return weight.make().to(weight.dtype or dtype)
 
 
 def _groups(weight: Weight) -> int:
@@ -364,7 +370,7 @@ class DummySource:
     def draw(self, weight: Weight, dtype: torch.dtype) -> torch.Tensor | QTensor:
         """One whole weight: norms near 1, matrices scaled so that activations keep their magnitude."""
         if weight.make is not None:
-            return weight.make()
+            return _make(weight, dtype)
         if weight.format != PLAIN:
             fan_in = weight.shape[-1]
             return encode(torch.randn(weight.shape, generator=self.generator) / math.sqrt(fan_in), weight.format)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from inferplane.errors import PluginError, UnsupportedModelError, in_words
 from inferplane.models.build import Build
@@ -26,7 +26,7 @@ def architecture(
     expert_names: ExpertNames = EXPERT_NAMES,
     other_types: tuple[str, ...] = (),
     is_fused: bool = False,
-    stacks_experts: bool = False,
+    stacks_experts: Literal["", "inputs_first", "any_order"] = "",
 ) -> Callable[[Constructor], Constructor]:
     """Register the decorated function as the constructor of an architecture, by its name in config.json.
 

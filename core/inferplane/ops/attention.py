@@ -24,22 +24,31 @@ OTHER_SCALE = 0.7
 """Factor on the default scale in some samples: they fail for kernels that ignore `scale`."""
 
 
-def mask_pairs(query_tokens: int, tokens: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Mask of the keys that each query must not see: True above the causal diagonal and before the window.
+def mask_pairs(
+    query_tokens: int, tokens: int, window: int | None, device: torch.device, chunk: int | None = None, first: int = 0
+) -> torch.Tensor:
+    """Mask of the keys that each query must not see: True above the causal diagonal, before the window and in other
+    chunks.
 
     Args:
         query_tokens: the last `query_tokens` tokens of the sequence are queries.
         tokens: length of the sequence.
         window: number of last tokens that a query sees, itself included; None: all.
         device: device of the mask.
+        chunk: number of tokens of a chunk, in which a query sees keys of its own alone; None: there are none.
+        first: position of the first token.
 
     Returns:
         bool `[query_tokens, tokens]`.
     """
     key = torch.arange(tokens, device=device)[None]
     query = torch.arange(tokens - query_tokens, tokens, device=device)[:, None]
-    future = key > query
-    return future if window is None else future | (key <= query - window)
+    hidden = key > query
+    if window is not None:
+        hidden = hidden | (key <= query - window)
+    if chunk is not None:
+        hidden = hidden | ((key + first) // chunk < (query + first) // chunk)
+    return hidden
 
 
 def each_range(batch: Batch, q: tuple[torch.Tensor, ...], few: Attend, many: Attend, kv: LayerKV) -> torch.Tensor:
@@ -64,7 +73,9 @@ def each_range(batch: Batch, q: tuple[torch.Tensor, ...], few: Attend, many: Att
 class Attention(Op, name="attention", hot=True):
     """Causal attention of ragged queries over a paged cache: `softmax(q k^T scale) v`, each query group on its KV head.
 
-    A query at position p sees keys 0..p, or the last `window` of them. Softmax and sums in float32, rounded once.
+    A query at position p sees keys 0..p, or the last `window` of them. With `chunk` c it sees none before the last
+    multiple of c up to p; `window` is c then, so that passed chunks are released. Softmax and sums in float32, rounded
+    once.
     With `softcap` c, a score s is `c tanh(s / c)`. With `sinks`, each softmax has one more score, the head's sink,
     whose weight falls on no value: the weights of the values then sum to less than 1.
     Blocks that lie entirely before all windows may hold anything and are never read
@@ -79,10 +90,11 @@ class Attention(Op, name="attention", hot=True):
         `[T, H, Dv]` in the dtype of `q`. Rows of padded sequences are undefined.
 
     Fields: `heads` query heads H; `scale`; `kv` the cache request (KV heads, dims, window); `queries` "few" if every
-    sequence has at most 8 query tokens, else "many"; `sinks` `[H]` or None; `softcap` or None.
+    sequence has at most 8 query tokens, else "many"; `sinks` `[H]` or None; `softcap` or None; `chunk` or None.
 
     Source: GQA, arXiv 2305.13245; paged attention, arXiv 2309.06180; window as in Mistral 7B, arXiv 2310.06825; soft
-    cap: Gemma 2, arXiv 2408.00118; a learned sink a head: the gpt-oss model card, arXiv 2508.10925.
+    cap: Gemma 2, arXiv 2408.00118; a learned sink a head: the gpt-oss model card, arXiv 2508.10925; chunks: Llama 4
+    (Meta, 2025).
     """
 
     tolerance = ACCUMULATED
@@ -93,6 +105,7 @@ class Attention(Op, name="attention", hot=True):
     queries: Queries = "many"
     sinks: Weight | None = extension(None)
     softcap: float | None = extension(None)
+    chunk: int | None = extension(None)
 
     @property
     def serves_many_queries(self) -> bool:
@@ -109,7 +122,8 @@ class Attention(Op, name="attention", hot=True):
             s = torch.einsum("qhd,khd->hqk", q[a:b].float(), k) * self.scale
             if self.softcap is not None:
                 s = torch.tanh(s / self.softcap) * self.softcap
-            s = s.masked_fill(mask_pairs(b - a, n, self.kv.window, q.device), -torch.inf)
+            hidden = mask_pairs(b - a, n, self.kv.window, q.device, self.chunk, skipped * kv.block_tokens)
+            s = s.masked_fill(hidden, -torch.inf)
             if self.sinks is not None:
                 sinks = values(self.sinks)  # type: ignore[arg-type]
                 s = torch.cat((s, sinks[:, None, None].expand(-1, b - a, 1)), -1)
@@ -124,7 +138,8 @@ class Attention(Op, name="attention", hot=True):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Single tokens, drafts, prefill, chunks and mixtures; dims of real models; a window; a scale; sinks; a cap."""
+        """Single tokens, drafts, prefill, chunks and mixtures; dims of real models; a window; a scale; sinks; a cap;
+        attention within chunks."""
         g2 = KVRequest("gqa", 2, 64, 64)
         g1 = KVRequest("gqa", 1, 128, 128)
         g4 = KVRequest("gqa", 4, 32, 32)
@@ -162,6 +177,8 @@ class Attention(Op, name="attention", hot=True):
             # Scores of about 1 are far beyond these caps, so that a kernel without a cap fails.
             sample("softcap_decode", g1, 3, [(1, 40), (8, 127)], "few", softcap=0.5),
             sample("softcap_window", window, 4, [(33, 0), (9, 90)], "many", softcap=0.3),
+            sample("chunk_decode", window, 4, [(1, 90), (3, 12), (1, 40), (1, 39)], "few", chunk=20),
+            sample("chunk_prefill", window, 4, [(60, 0), (15, 45), (33, 20)], "many", chunk=20),
             sample("sinks_softcap", g4, 8, [(20, 0), (13, 40)], "many", sinks=placeholder(8), softcap=0.7),
         ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -12,6 +13,8 @@ import torch.nn.functional as F
 from inferplane.ops.clamped_experts import ClampedExperts
 from inferplane.ops.collective import AllReduce
 from inferplane.ops.draw import Draw
+from inferplane.ops.forms.activation import ACTIVATIONS
+from inferplane.ops.forms.mlp import MLP
 from inferplane.ops.linear import GatedMLP, Linear
 from inferplane.ops.op import (
     BLOCK,
@@ -40,6 +43,8 @@ class MoERoute(Op, name="moe_route"):
     its best one ("max").
     `ids = topk(choice)`; `weights = score[ids]`, divided when `renormalize` by their sum, or by `least_sum` if that is
     larger, times `factor`.
+    With `jitter` e, a logit counts as near the largest m if it is at most `2 e max(|logit|, m)` below it. The largest
+    is chosen, its weight is its softmax among those near it, and so on with those that remain, without `renormalize`.
     The cost is not counted: it is small beside the experts.
 
     Args of the call:
@@ -49,11 +54,11 @@ class MoERoute(Op, name="moe_route"):
         weights float32 `[T, top_k]`, ids int64 `[T, top_k]`; the order within a token is free.
 
     Fields: `bias` `[E]` or None; `score`; `groups` (1: no grouping); `top_groups`; `group_score`; `top_k`;
-    `renormalize`; `factor`; `least_sum`.
+    `renormalize`; `factor`; `least_sum`; `jitter`.
 
     Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2 (sigmoid, bias, groups); DeepSeek-V2, arXiv 2405.04434
     (softmax, device-limited groups); Mixtral, arXiv 2401.04088 (softmax, top-k, renormalized); ERNIE 4.5 technical
-    report (softmax, bias, least sum).
+    report (softmax, bias, least sum); SparseMixer-v2, arXiv 2409.12136 (jitter).
     """
 
     compares_entries = False
@@ -68,9 +73,12 @@ class MoERoute(Op, name="moe_route"):
     renormalize: bool = True
     factor: float = 1.0
     least_sum: float = extension(0.0)
+    jitter: float = extension(0.0)
 
     def __call__(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         h = logits.float()
+        if self.jitter:
+            return _choose_among_near(h, self.top_k, self.jitter)
         score = h.sigmoid() if self.score == "sigmoid" else h.softmax(-1)
         choice = score if self.bias is None else score + values(self.bias)  # type: ignore[arg-type]
         if self.groups > 1:
@@ -111,13 +119,27 @@ class MoERoute(Op, name="moe_route"):
             Sample("softmax_factor", replace(mixtral, factor=2.5), logits(6, 8)),
             Sample("softmax_top2", replace(v2, group_score="top2"), logits(33, 16)),
             Sample("softmax_bias", MoERoute(placeholder(16), 3, "softmax", least_sum=1e-12), logits(9, 16)),
+            Sample("jitter", MoERoute(None, 2, jitter=0.2), logits(17, 16)),
             Sample("least_sum", MoERoute(placeholder(16), 2, "softmax", least_sum=0.3), logits(17, 16)),
         ]
+
+
+def _choose_among_near(logits: torch.Tensor, top_k: int, jitter: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and ids `[T, top_k]` of `MoERoute` with `jitter`; logits float32 `[T, E]`."""
+    remaining, chosen = logits, []
+    for _ in range(top_k):
+        best, i = remaining.max(-1, keepdim=True)
+        far = (best - logits) / torch.maximum(logits.abs(), best) > 2 * jitter
+        chosen.append((remaining.masked_fill(far, -torch.inf).softmax(-1).gather(1, i), i))
+        remaining = remaining.scatter(1, i, -torch.inf)
+    weights, ids = zip(*chosen)
+    return torch.cat(weights, 1), torch.cat(ids, 1)
 
 
 class MoEExperts(Op, name="moe_experts", hot=True):
     """The chosen experts' gated MLPs: `y[t] = sum_j weights[t, j] down_e(silu(gate_e(x)) * up_e(x))`, `e = ids[t, j]`.
 
+    With `act` they have no gate: `y[t] = sum_j weights[t, j] down_e(act(up_e(x)))`.
     Sums in float32, rounded once. Only chosen experts are read; counts stay on the device. With `partial`, an id of -1
     is an expert on another rank and adds nothing. `MoE`, which knows the number of experts per token, counts the cost.
 
@@ -127,10 +149,10 @@ class MoEExperts(Op, name="moe_experts", hot=True):
     Returns:
         `[T, D]` in the dtype of `x`.
 
-    Fields: `gate_up` `[E, 2 I, D]` (gate rows first), `down` `[E, D, I]`: stacked, read from per-expert names;
-    `partial` if other ranks have further experts.
+    Fields: `gate_up` `[E, 2 I, D]` (gate rows first), with `act` `[E, I, D]`, `down` `[E, D, I]`: stacked, read from
+    per-expert names; `partial` if other ranks have further experts; `act` a function of `activation`, or "".
 
-    Source: Mixtral, arXiv 2401.04088; DeepSeekMoE, arXiv 2401.06066.
+    Source: Mixtral, arXiv 2401.04088; DeepSeekMoE, arXiv 2401.06066; without a gate: Nemotron 3 Nano, arXiv 2512.20848.
     """
 
     tolerance = BLOCK
@@ -139,6 +161,7 @@ class MoEExperts(Op, name="moe_experts", hot=True):
     gate_up: Weight
     down: Weight
     partial: bool = False
+    act: str = extension("")
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(x, dtype=torch.float32)
@@ -146,8 +169,13 @@ class MoEExperts(Op, name="moe_experts", hot=True):
             if e < 0:
                 continue
             token, j = torch.where(ids == e)
-            gate, up = F.linear(x[token].float(), expert_values(self.gate_up, e)).chunk(2, -1)
-            y = F.linear(F.silu(gate) * up, expert_values(self.down, e))
+            h = F.linear(x[token].float(), expert_values(self.gate_up, e))
+            if self.act:
+                h = ACTIVATIONS[self.act](h)
+            else:
+                gate, up = h.chunk(2, -1)
+                h = F.silu(gate) * up
+            y = F.linear(h, expert_values(self.down, e))
             out.index_add_(0, token, y * weights[token, j, None])
         return out.to(x.dtype)
 
@@ -159,7 +187,7 @@ class MoEExperts(Op, name="moe_experts", hot=True):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """One token, several; an expert without tokens; each weight format; experts on other ranks."""
+        """One token, several; an expert without tokens; each weight format; experts on other ranks; without a gate."""
 
         def inputs(t: int, k: int, width: int = 64, first: int = 0) -> Any:
             def draw_inputs(d: Draw) -> tuple[Any, ...]:
@@ -187,13 +215,17 @@ class MoEExperts(Op, name="moe_experts", hot=True):
             Sample("int4_group32", experts("int4_group32"), inputs(4, 3)),
             Sample("partial_t1", replace(plain, partial=True), inputs(1, 2, first=4), "decode"),
             Sample("partial", replace(plain, partial=True), inputs(9, 3, first=4)),
+            Sample("relu2_t1", replace(plain, gate_up=placeholder(6, 48, 64), act="relu2"), inputs(1, 2), "decode"),
+            Sample("relu2", replace(plain, gate_up=placeholder(6, 48, 64), act="relu2"), inputs(11, 3)),
         ]
 
 
 class MoE(Op, name="moe"):
     """A mixture-of-experts layer: `y = experts(x, route(router(x))) + shared(x)`.
 
-    With `shared_gate` the last term is `sigmoid(shared_gate(x)) * shared(x)`, one factor a token.
+    With `shared_gate` the last term is `sigmoid(shared_gate(x)) * shared(x)`, one factor a token. With `scales_inputs`
+    a token's weights are factors on what its experts read, not on what they return: expert e reads `weights[t, j] x`,
+    rounded to the dtype of `x`, and their results are added up.
 
     Under expert parallelism the router still chooses among all experts; other ranks compute those that are not `here`,
     and `reduce` sums over the ranks.
@@ -204,11 +236,12 @@ class MoE(Op, name="moe"):
     Returns:
         `[T, D]` in the dtype of `x`.
 
-    Fields: `router` linear D -> E with a float32 result; `route`; `experts`; `shared` a gated MLP or None; `reduce`
+    Fields: `router` linear D -> E with a float32 result; `route`; `experts`; `shared` an MLP or None; `reduce`
     sums over ranks; `here` this rank's first expert and its number of experts, None for all; `shared_gate` linear
-    D -> 1 with a float32 result, or None.
+    D -> 1 with a float32 result, or None; `scales_inputs`.
 
-    Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2; gate of the shared expert: Qwen2, arXiv 2407.10671.
+    Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2; gate of the shared expert: Qwen2, arXiv 2407.10671; weights on
+    inputs: Llama 4 (Meta, 2025).
     """
 
     tolerance = BLOCK
@@ -217,17 +250,23 @@ class MoE(Op, name="moe"):
     router: Linear
     route: MoERoute
     experts: MoEExperts | ClampedExperts
-    shared: GatedMLP | None = None
+    shared: GatedMLP | MLP | None = None
     reduce: AllReduce | None = None
     here: tuple[int, int] | None = None
     shared_gate: Linear | None = extension(None)
+    scales_inputs: bool = extension(False)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = self.route(self.router(x))
         if self.here is not None:
             first, count = self.here
             ids = torch.where((ids >= first) & (ids < first + count), ids - first, -1)
-        y = self.experts(x, weights, ids)
+        if self.scales_inputs:  # each token as often as it has experts, one for each
+            rows = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)
+            parts = self.experts(rows, torch.ones_like(weights).view(-1, 1), ids.view(-1, 1))
+            y = parts.unflatten(0, ids.shape).sum(1)
+        else:
+            y = self.experts(x, weights, ids)
         if self.shared is not None and self.shared_gate is not None:
             y = y + (self.shared_gate(x).sigmoid() * self.shared(x)).to(y.dtype)
         elif self.shared is not None:
@@ -236,16 +275,17 @@ class MoE(Op, name="moe"):
 
     def cost(self, load: Workload) -> Cost:
         """Router, shared MLP with its gate, and the chosen experts: at most `tokens * top_k` of them are read."""
-        experts, width, columns = self.experts.gate_up.shape
+        experts = self.experts.gate_up.shape[0]
         touched = min(experts, load.tokens * self.route.top_k)
         one = self.experts.gate_up.nbytes(load.dtype) / experts + self.experts.down.nbytes(load.dtype) / experts
-        flops = 2.0 * load.tokens * self.route.top_k * columns * width * 1.5
+        entries = math.prod(self.experts.gate_up.shape) + math.prod(self.experts.down.shape)
+        flops = 2.0 * load.tokens * self.route.top_k * entries / experts
         others = [op.cost(load) for op in (self.router, self.shared, self.shared_gate) if op is not None]
         return sum(others, Cost(touched * one, flops))
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """With and without a shared expert, its gate, and half of the experts."""
+        """With and without a shared expert, its gate, half of the experts; weights on inputs; MLPs without gates."""
 
         def layer(shared: bool, partial: bool = False, gate: bool = False) -> MoE:
             count = 4 if partial else 8
@@ -258,10 +298,19 @@ class MoE(Op, name="moe"):
                 shared_gate=Linear(placeholder(1, 64), out_dtype=torch.float32) if gate else None,
             )
 
+        plain = replace(
+            layer(False),
+            experts=MoEExperts(placeholder(8, 48, 64), placeholder(8, 64, 48), act="relu2"),
+            shared=MLP.samples()[0].op,  # type: ignore[arg-type]
+        )
+        scaled = replace(layer(True), route=MoERoute(None, 2, "sigmoid", renormalize=False), scales_inputs=True)
         return [
             Sample("t1", layer(True), lambda d: (d.normal(1, 64),)),
             Sample("t12", layer(False), lambda d: (d.normal(12, 64),)),
             Sample("partial", layer(True, True), lambda d: (d.normal(7, 64),)),
             Sample("gate_t1", layer(True, gate=True), lambda d: (d.normal(1, 64),)),
             Sample("gate_partial", layer(True, True, gate=True), lambda d: (d.normal(9, 64),)),
+            Sample("scaled_t1", scaled, lambda d: (d.normal(1, 64),)),
+            Sample("scaled_partial", replace(layer(True, True), scales_inputs=True), lambda d: (d.normal(9, 64),)),
+            Sample("without_gates", plain, lambda d: (d.normal(11, 64),)),
         ]

@@ -175,7 +175,7 @@ def test_attention_may_not_write():
 
 
 def attend(fault):
-    """Attention with a fault, or "" for none; it knows neither sinks nor soft caps."""
+    """Attention with a fault, or "" for none; it knows neither sinks, soft caps nor chunks."""
 
     def compute(p, q, batch, kv):
         out, window = torch.zeros(q.shape[0], p.heads, p.kv.v_dim), p.kv.window
@@ -211,9 +211,9 @@ def test_faults_in_attention_are_found(fault, sample):
 
 @pytest.mark.parametrize("sample", Attention.samples(), ids=lambda s: s.label)
 def test_attention_that_forgets_an_extension_is_found(sample):
-    """A kernel that does not list sinks and soft caps is refused; one that lists them and forgets them is wrong."""
+    """A kernel that does not list sinks, caps and chunks is refused; one that lists them and forgets them is wrong."""
     refused = run_case(kernel("attention", target=attend("")), sample, bench())
-    claims = When(extensions=("attention.sinks", "attention.softcap"))
+    claims = When(extensions=("attention.sinks", "attention.softcap", "attention.chunk"))
     wrong = run_case(kernel("attention", target=attend(""), when=claims), sample, bench())
     if sample.op.extensions():
         assert not refused.served and wrong.served and not wrong.passed

@@ -44,5 +44,5 @@ def float32_cases() -> Iterator[tuple[str, str, int]]:
 @in_float32
 @pytest.mark.parametrize(("family", "weights", "chunk"), list(float32_cases()), ids=str)
 def test_greedy_tokens_are_those_of_cpu(family, weights, chunk):
-    providers = ("torch_scores",) if family in VENDOR.composed_attention else VENDOR.attention(family)
+    providers = ("torch_scores", "torch_sdpa") if family in VENDOR.composed_attention else VENDOR.attention(family)
     tokens_beside_cpu(VENDOR.device, providers, family, weights, chunk)

@@ -20,7 +20,7 @@ class Npu(Profile):
     device = "npu"
     sources = "backends/npu/inferplane_npu"
     dtype = chip.DTYPE
-    composed_attention = ("gemma2",) if chip.ARCH == "910b" else COMPOSED_ATTENTION
+    composed_attention = ("gemma2", "llama4") if chip.ARCH == "910b" else COMPOSED_ATTENTION
     engine_families = (*OWN_ATTENTION, "gpt_oss") if chip.ARCH == "910b" else OWN_ATTENTION
     speculative = {"plain": None, "drafts": DRAFTS}
 

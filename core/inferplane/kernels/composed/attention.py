@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,19 +60,20 @@ def mla_kv_write(view: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: B
     kv.write(batch.slots, torch.cat((latent, k_rope), -1))
 
 
-@KERNELS("attention", "torch_sdpa", when=ANY, needs_host_lens=True)
+@KERNELS("attention", "torch_sdpa", when=replace(ANY, extensions=("attention.chunk",)), needs_host_lens=True)
 def attention(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """The op `attention` by one call per sequence, over the keys and values read from the cache, without blocks before
     the window. With at most 8 query tokens, the query heads that share a KV head become rows of one product.
     """
-    h, g, window = view.heads, view.kv.heads, view.kv.window
+    h, g, window, chunk = view.heads, view.kv.heads, view.kv.window, view.chunk
     out = q.new_empty(q.shape[0], h, view.kv.v_dim)
     for a, b, n, table in batch.rows():
         m = b - a
         skipped = view.kv.blocks_before_window(m, n, kv.block_tokens)
         n -= skipped * kv.block_tokens
         k, v = (t.to(q.dtype).transpose(0, 1) for t in kv.read(table[skipped:], n))
-        seen = None if m == 1 and (window is None or window >= n) else ~mask_pairs(m, n, window, q.device)
+        sees_all = m == 1 and chunk is None and (window is None or window >= n)
+        seen = None if sees_all else ~mask_pairs(m, n, window, q.device, chunk, skipped * kv.block_tokens)
         if m <= 8:
             rows = q[a:b].view(m, g, h // g, -1).permute(1, 0, 2, 3).reshape(g, m * (h // g), -1)
             mask = None if seen is None else seen.repeat_interleave(h // g, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 
 from inferplane.kernels.composed.padding import pad_rows
 from inferplane.ops import MoERoute, clamp_gate
+from inferplane.ops.forms.activation import ACTIVATIONS
 from inferplane.types import Kernels, When
 
 KERNELS = Kernels()
@@ -22,7 +24,7 @@ def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return MoERoute.__call__(view, logits)
 
 
-@KERNELS("moe_experts", "torch", when=ANY)
+@KERNELS("moe_experts", "torch", when=replace(ANY, extensions=("moe_experts.act",)))
 def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """The op `moe_experts`: pairs of token and expert are sorted by expert, so that each expert's rows are one slice
     and only chosen experts are read; two products per expert; results are added up by token in float32. Waits for the
@@ -30,7 +32,10 @@ def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Te
     """
 
     def compute_expert(e: int, rows: torch.Tensor) -> torch.Tensor:
-        gate, up = F.linear(rows, view.gate_up[e]).chunk(2, -1)
+        h = F.linear(rows, view.gate_up[e])
+        if view.act:
+            return F.linear(ACTIVATIONS[view.act](h), view.down[e])
+        gate, up = h.chunk(2, -1)
         return F.linear(F.silu(gate) * up, view.down[e])
 
     return _by_expert(x, weights, ids, view.gate_up.shape[0], compute_expert)

@@ -52,7 +52,9 @@ def _has_plain_activations(op: Any) -> bool:
 
 
 def _is_plain_mlp(op: Any) -> bool:
-    return all(x.bias is None and x.activation_quant is None and x.out_dtype is None for x in (op.gate_up, op.down))
+    return op.is_gated_mlp and all(
+        x.bias is None and x.activation_quant is None and x.out_dtype is None for x in (op.gate_up, op.down)
+    )
 
 
 def _is_quantized_mlp(op: Any) -> bool:
@@ -73,7 +75,10 @@ def _has_shared_mlp_in(formats: tuple[str, ...]) -> Callable[[Any], bool]:
     """A predicate on `moe` ops: the op has no shared MLP, or one whose weights have one of `formats`."""
 
     def is_among(op: Any) -> bool:
-        return op.shared is None or {x.weight.format for x in (op.shared.gate_up, op.shared.down)} <= set(formats)
+        if op.shared is None:
+            return True
+        linears = (op.shared.gate_up, op.shared.down) if op.shared.is_gated_mlp else ()
+        return bool(linears) and {x.weight.format for x in linears} <= set(formats)
 
     return is_among
 

@@ -59,7 +59,7 @@ def falcon_h1(build: Build) -> CausalLM:
         return HybridBlock(attention(i, name), recurrence(i, f"model.layers.{i}.mamba"), attn_factors, mamba_factors)
 
     form = LayerForm(before=("input_layernorm", "pre_ff_layernorm"), last="final_layernorm")
-    factors = {"embed_factor": f["embedding_multiplier"], "logit_factor": f["lm_head_multiplier"]}
+    factors: dict[str, Any] = {"embed_factor": f["embedding_multiplier"], "logit_factor": f["lm_head_multiplier"]}
     return decoder_model(build, mix, _mlp(build), form, **factors)
 
 

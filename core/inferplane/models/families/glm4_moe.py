@@ -14,26 +14,25 @@ from inferplane.models.parts import (
 from inferplane.models.registry import architecture
 from inferplane.ops import CausalLM
 
+DEFAULTS = {
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": False,
+    "use_qk_norm": False,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+}
+"""Of entries that a config leaves out; GLM-4.5V has most of them."""
+ALIASES = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
 
-@architecture(
-    "Glm4MoeForCausalLM",
-    model_type="glm4_moe",
-    defaults={
-        "max_position_embeddings": 131072,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "partial_rotary_factor": 0.5,
-        "attention_bias": False,
-        "use_qk_norm": False,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
-    },
-    aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
-)
+
+@architecture("Glm4MoeForCausalLM", model_type="glm4_moe", defaults=DEFAULTS, aliases=ALIASES)
 def glm4_moe(build: Build) -> CausalLM:
     """GLM 4.5: a share of each head is rotated, q and k may have norms; DeepSeek-V3's routing, shared experts, first
     dense layers. Layers for multi-token prediction are not read.

@@ -33,7 +33,7 @@ COUNT = "num_local_experts"
         },
     },
     aliases={"num_experts": COUNT},
-    stacks_experts=True,
+    stacks_experts="inputs_first",
 )  # fmt: skip
 def gpt_oss(build: Build) -> CausalLM:
     """gpt-oss: grouped-query attention with a sink a head, a window in every second layer; experts with biases and a

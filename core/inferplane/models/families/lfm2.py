@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -46,6 +47,12 @@ def lfm2(build: Build) -> CausalLM:
 
     Source: the LFM2 technical report, arXiv 2511.23404.
     """
+    inner = _inner_size(build)
+    return lfm2_model(build, lambda i, name: lfm2_mlp(build, name, inner))
+
+
+def lfm2_model(build: Build, feed_forward: Callable[[int, str], Any]) -> CausalLM:
+    """Build LFM2's layers around `feed_forward`, which builds a layer's MLP from its number and its name."""
     config = build.config
     layers = config.size(LAYERS)
     attending = config.get("full_attn_idxs")
@@ -62,8 +69,7 @@ def lfm2(build: Build) -> CausalLM:
         width, columns = block.o.weight.shape
         return replace(block, o=build.linear(f"{name}.out_proj", rows=width, columns=columns, axis=1))
 
-    inner = _inner_size(build)
-    return decoder_model(build, mix, lambda i, name: _mlp(build, f"model.layers.{i}.feed_forward", inner), FORM)
+    return decoder_model(build, mix, lambda i, name: feed_forward(i, f"model.layers.{i}.feed_forward"), FORM)
 
 
 def _inner_size(build: Build) -> int:
@@ -77,7 +83,8 @@ def _inner_size(build: Build) -> int:
     return -(-size // multiple) * multiple
 
 
-def _mlp(build: Build, name: str, inner: int) -> GatedMLP:
+def lfm2_mlp(build: Build, name: str, inner: int) -> GatedMLP:
+    """Build a gated MLP with LFM2's names."""
     width, mine = build.config.size("hidden_size"), build.local_size("intermediate_size", inner)
     gate_up = build.linear(f"{name}.w1", f"{name}.w3", rows=2 * mine, columns=width, axis=0)
     down = build.linear(f"{name}.w2", rows=width, columns=mine, axis=1)

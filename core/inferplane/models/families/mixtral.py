@@ -17,7 +17,13 @@ from inferplane.ops import CausalLM, MoE, MoERoute
 @architecture(
     "MixtralForCausalLM",
     model_type="mixtral",
-    defaults={"max_position_embeddings": 2**17, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    defaults={
+        "max_position_embeddings": 2**17,
+        "num_key_value_heads": 8,
+        "num_experts_per_tok": 2,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+    },
     aliases={"num_experts": "num_local_experts"},
     expert_names=("block_sparse_moe", "w1", "w3", "w2"),
 )

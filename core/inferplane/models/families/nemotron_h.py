@@ -1,4 +1,4 @@
-"""Nemotron-H and Nemotron Nano 2."""
+"""Nemotron-H, Nemotron Nano 2 and Nemotron 3 Nano."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ from typing import Any
 
 from inferplane.errors import CheckpointError
 from inferplane.models.build import Build
-from inferplane.models.parts import LAYERS, LayerForm, decoder_model, grouped_query_attention, mamba2, plain_mlp
+from inferplane.models.parts import (
+    LAYERS,
+    LayerForm,
+    SharedExperts,
+    decoder_model,
+    fine_grained_experts,
+    grouped_query_attention,
+    mamba2,
+    plain_mlp,
+)
 from inferplane.models.reading.config import Config
 from inferplane.models.registry import architecture
 from inferplane.ops import CausalLM
 
 KINDS = {
-    "M": "mamba",
-    "*": "attention",
-    "-": "mlp",
-    "E": "moe",
-    "linear_attention": "mamba",
-    "full_attention": "attention",
-}
+    "M": "mamba", "*": "attention", "-": "mlp", "E": "moe", "linear_attention": "mamba", "full_attention": "attention",
+}  # fmt: skip
 """Other names of kinds of layers."""
 
 
@@ -30,7 +34,8 @@ KINDS = {
     defaults={
         "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
         "hidden_act": "relu2", "mlp_bias": False, "n_groups": 8, "conv_kernel": 4, "use_conv_bias": True,
-        "use_bias": False, "time_step_min": 0.001,
+        "use_bias": False, "time_step_min": 0.001, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+        "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
     },
     aliases={
         "layers_block_type": "layer_types", "layer_norm_epsilon": "rms_norm_eps", "mlp_hidden_act": "hidden_act",
@@ -39,7 +44,8 @@ KINDS = {
     },
 )  # fmt: skip
 def nemotron_h(build: Build) -> CausalLM:
-    """Nemotron-H: layers of one block each, a Mamba-2 mixer, an MLP without a gate, or attention without rotation.
+    """Nemotron-H: layers of one block each, a Mamba-2 mixer, an MLP without a gate, experts of such MLPs, or attention
+    without rotation.
 
     Args:
         build: config, placement and weight formats. Weights are named as Hugging Face names them.
@@ -51,17 +57,13 @@ def nemotron_h(build: Build) -> CausalLM:
         CheckpointError: the config lacks an entry or contradicts itself.
         UnsupportedModelError: an entry has a value that is not implemented.
 
-    Source: arXiv 2504.03624.
+    Source: arXiv 2504.03624, arXiv 2512.20848.
     """
     config = build.config
-    config.refuse(mamba_hidden_act=("silu",), attention_bias=(False,))
-    kinds = _kinds(config)
-    for kind in kinds:
-        config.check("layer_types", kind, ("mamba", "attention", "mlp"))
-    build = replace(build, config=Config({**config, LAYERS: len(kinds)}, config.name))
+    config.refuse(mamba_hidden_act=("silu",), attention_bias=(False,), moe_latent_size=())
     build.ignore("mtp.*")
-    attention = grouped_query_attention(build, ropes=[None] * len(kinds))
-    mlp = plain_mlp(build, "relu2", bias=config.flag("mlp_bias")) if "mlp" in kinds else None
+    kinds = _kinds(config)
+    build = replace(build, config=Config({**config, LAYERS: len(kinds)}, config.name))
     mixer = mamba2(
         build,
         heads=(config.size("n_groups"), config.size("mamba_num_heads")),
@@ -72,24 +74,25 @@ def nemotron_h(build: Build) -> CausalLM:
         eps=config.number("rms_norm_eps"),
         dt_limits=(config.number("time_step_min"), math.inf),  # transformers does not bound those of single tokens
     )
+    attention, bias = grouped_query_attention(build, ropes=[None] * len(kinds)), config.flag("mlp_bias")
+    blocks = dict[str, Any](mamba=mixer, attention=attention)
+    blocks["mlp"] = plain_mlp(build, "relu2", bias=bias) if "mlp" in kinds else None
+    if "moe" in kinds:
+        shared = SharedExperts(config.size("moe_shared_expert_intermediate_size"), bias=bias)
+        blocks["moe"] = fine_grained_experts(build, lambda i: True, shared=shared, act="relu2")
 
-    def mix(i: int, name: str) -> Any:
-        name = f"model.layers.{i}.mixer"
-        return mixer(i, name) if kinds[i] == "mamba" else attention(i, name) if kinds[i] == "attention" else None
+    def block(i: int, *here: str) -> Any:
+        return blocks[kinds[i]](i, f"model.layers.{i}.mixer") if kinds[i] in here else None
 
-    def feed_forward(i: int, name: str) -> Any:
-        return mlp(i, f"model.layers.{i}.mixer") if mlp is not None and kinds[i] == "mlp" else None
-
+    mix, feed_forward = lambda i, _: block(i, "mamba", "attention"), lambda i, _: block(i, "mlp", "moe")
     return decoder_model(build, mix, feed_forward, LayerForm(before=("norm", None)))
 
 
 def _kinds(config: Config) -> list[str]:
     """The kind of each layer."""
-    stated = config.get("layer_types")
-    stated = config.get("hybrid_override_pattern") if stated is None else stated
+    stated = config.get("layer_types") or config.get("hybrid_override_pattern")
     if not isinstance(stated, (list, str)) or not stated or not all(isinstance(kind, str) for kind in stated):
-        raise CheckpointError(
-            f"{config.name} lacks the kinds of its layers, 'layers_block_type' or 'hybrid_override_pattern'.",
-            remedy="check that the config belongs to this family",
-        )
+        raise CheckpointError(f"{config.name} lacks the kinds of its layers.", remedy="add 'layers_block_type'")
+    for kind in stated:
+        config.check("layer_types", KINDS.get(kind, kind), ("mamba", "attention", "mlp", "moe"))
     return [KINDS.get(kind, kind) for kind in stated]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from inferplane.errors import CheckpointError
 from inferplane.models.build import Build
 from inferplane.models.parts import (
     decoder_model,
     dense_mlp,
+    find_rotated_layers,
     grouped_query_attention,
     head_size,
     layer_windows,
@@ -47,15 +47,8 @@ def smollm3(build: Build) -> CausalLM:
     Source: SmolLM3 (Hugging Face, 2025); arXiv 2501.18795.
     """
     config = build.config
-    bias, layers = config.flag("attention_bias"), config.size("num_hidden_layers")
-    every, marks = config.size("no_rope_layer_interval"), config.get("no_rope_layers")
-    marks = [int((i + 1) % every != 0) for i in range(layers)] if marks is None else marks
-    if not isinstance(marks, list) or len(marks) < layers or not all(mark in (0, 1) for mark in marks):
-        raise CheckpointError(
-            f"{config.name}: no_rope_layers is not a list of {layers} numbers 0 or 1, one a layer.",
-            remedy="correct the entry, or fetch the file again",
-        )
-    windows = layer_windows(config, lambda i: not marks[i]) if config.flag("use_sliding_window") else []
-    ropes = rotate_some(rotation(build, head_size(config)), [bool(mark) for mark in marks[:layers]])
+    bias, rotated = config.flag("attention_bias"), find_rotated_layers(config)
+    windows = layer_windows(config, lambda i: not rotated[i]) if config.flag("use_sliding_window") else []
+    ropes = rotate_some(rotation(build, head_size(config)), rotated)
     attention = grouped_query_attention(build, bias=bias, out_bias=bias, windows=windows, ropes=ropes)
     return decoder_model(build, attention, dense_mlp(build, bias=config.flag("mlp_bias")))

@@ -15,6 +15,7 @@ from inferplane.models.parts.experts import (
     experts_per_token,
     fine_grained_experts,
     mixture_of_experts,
+    name_parts,
     softmax_experts,
 )
 from inferplane.models.parts.layers import (
@@ -26,12 +27,13 @@ from inferplane.models.parts.layers import (
     dense_mlp,
     input_weights,
     layer_kinds,
+    list_layers,
     needs_stored_parts,
     norm_output_quant,
     plain_mlp,
 )
 from inferplane.models.parts.recurrent import gated_delta_net, mamba2, mamba2_of_config, short_convolution
-from inferplane.models.parts.rotation import Rotation, head_size, rotate_all, rotate_some, rotation
+from inferplane.models.parts.rotation import Rotation, find_rotated_layers, head_size, rotate_all, rotate_some, rotation
 
 __all__ = [
     "LATENT_EPS",
@@ -47,6 +49,7 @@ __all__ = [
     "decoder_model",
     "dense_mlp",
     "experts_per_token",
+    "find_rotated_layers",
     "fine_grained_experts",
     "gated_delta_net",
     "grouped_query_attention",
@@ -55,9 +58,11 @@ __all__ = [
     "latent_attention",
     "layer_kinds",
     "layer_windows",
+    "list_layers",
     "mamba2",
     "mamba2_of_config",
     "mixture_of_experts",
+    "name_parts",
     "needs_stored_parts",
     "norm_output_quant",
     "plain_mlp",

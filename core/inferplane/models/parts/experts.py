@@ -11,11 +11,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from inferplane import ops
-from inferplane.errors import CheckpointError
-from inferplane.models.build import Build
-from inferplane.models.parts.layers import dense_mlp
+from inferplane.errors import CheckpointError, UnsupportedModelError
+from inferplane.models.build import ACTIVATION_NAMES, Build
+from inferplane.models.parts.layers import dense_mlp, list_layers, plain_mlp
 from inferplane.models.reading.config import Config
 from inferplane.types import Weight
+
+GATED = "gate_proj", "up_proj", "down_proj"
+"""Names of an expert's projections in most checkpoints."""
+STACKED = "gate_up_proj", "down_proj"
+"""Names of an expert's projections where a layer's experts are stored as one tensor (`stacked_experts`)."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,9 @@ def mixture_of_experts(
     count: str,
     inner: str = "moe_intermediate_size",
     shared: SharedExperts = SharedExperts(),
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    parts: tuple[str, ...] = GATED,
     router: str = "gate",
+    act: str = "",
 ) -> ops.MoE:
     """Build a mixture-of-experts layer.
 
@@ -55,37 +61,55 @@ def mixture_of_experts(
         count: name of the config entry with the number of experts.
         inner: name of the config entry with the size of one expert.
         shared: the MLP that every token takes; the layer sums its result over the ranks together with the others'.
-        parts: names of gate, up and down projections in the checkpoint.
+        parts: names of gate, up and down projections in the checkpoint; of two where gate and up are stored as one.
         router: name of the router in the checkpoint, below `name`.
+        act: activation of experts and shared MLP without gates, whose `parts` are two; empty: they have gates.
 
     Raises:
         CheckpointError: the config lacks an entry.
-        UnsupportedModelError: the config names another activation than SiLU.
+        UnsupportedModelError: the config names another activation than SiLU or `act`, or several ranks would divide
+            gate and up that are stored as one.
     """
-    build.config.refuse(hidden_act=("silu",))
+    build.config.refuse(hidden_act=ACTIVATION_NAMES[act or "silu"])
     width, experts, size = (build.config.size(entry) for entry in ("hidden_size", count, inner))
     mine = build.placement.experts(count, experts)
     divided = len(mine) == experts  # either a slice of every expert is here, or some experts in full
     rows = build.local_size(inner, size) if divided else size
-    mlp = build.mlp(f"{name}.{shared.name}", shared.size, width, inner, bias=shared.bias) if shared.size else None
-    gate, up, down = parts
+    mlp = _make_shared_mlp(build, f"{name}.{shared.name}", shared, inner, act)
+    *ups, down = parts
+    if len(ups) == 1 and not act and divided and build.placement.tp_size > 1:
+        raise UnsupportedModelError(
+            f"{build.config.name}: a slice of each expert on several ranks, where gate and up are stored as one.",
+            there_is="one rank, or expert parallelism",
+        )
     if not divided:
         build.ignore(f"{name}.experts.*")  # experts of the other ranks
-    gate_up = [f"{name}.experts.{e}.{part}" for e in mine for part in (gate, up)]
+    gate_up = [f"{name}.experts.{e}.{part}" for e in mine for part in ups]
     downs = [f"{name}.experts.{e}.{down}" for e in mine]
     return ops.MoE(
         router=build.router(f"{name}.{router}", experts, width),
         route=route,
         experts=ops.MoEExperts(
-            build.weight(gate_up, (len(mine), 2 * rows, width), 0 if divided else None),
+            build.weight(gate_up, (len(mine), rows if act else 2 * rows, width), 0 if divided else None),
             build.weight(downs, (len(mine), width, rows), 1 if divided else None),
             partial=not divided,
+            act=act,
         ),
         shared=None if mlp is None else replace(mlp, reduce=None),
         reduce=build.reduce(),
         here=None if divided else (mine[0], len(mine)),
         shared_gate=build.router(f"{name}.{shared.gate}", 1, width) if mlp and shared.gate else None,
     )
+
+
+def _make_shared_mlp(
+    build: Build, name: str, shared: SharedExperts, entry: str, act: str
+) -> ops.GatedMLP | ops.MLP | None:
+    if not shared.size:
+        return None
+    if act:
+        return plain_mlp(build, act, bias=shared.bias, inner=shared.size)(0, name)
+    return build.mlp(name, shared.size, build.config.size("hidden_size"), entry, bias=shared.bias)
 
 
 def experts_per_token(
@@ -119,8 +143,14 @@ def experts_per_token(
     return chosen
 
 
+def name_parts(build: Build) -> tuple[str, ...]:
+    """Names of an expert's projections in families whose checkpoints have stacks of experts, but for quantized ones."""
+    quantized = build.config.get("quantization_config") is not None
+    return GATED if quantized else STACKED
+
+
 def softmax_experts(
-    build: Build, shared: SharedExperts = SharedExperts()
+    build: Build, shared: SharedExperts = SharedExperts(), *, renormalize: bool | None = None, stacked: bool = False
 ) -> Callable[[int, str], ops.GatedMLP | ops.MoE]:
     """Return a function that builds a layer's MLP in Qwen's form, from the layer's number and the MLP's name.
 
@@ -130,6 +160,8 @@ def softmax_experts(
     Args:
         build: its config gives the sizes.
         shared: the MLP that every token takes in layers with experts.
+        renormalize: whether the chosen experts' weights are divided by their sum; None: as `norm_topk_prob` says.
+        stacked: whether checkpoints store a layer's experts as one tensor.
 
     Raises:
         CheckpointError: the config lacks an entry or contradicts itself.
@@ -138,23 +170,25 @@ def softmax_experts(
     """
     config, count = build.config, "num_experts"
     chosen, step = experts_per_token(config, count), config.size("decoder_sparse_step", 1)
-    plain = config.get("mlp_only_layers") or []
-    if not isinstance(plain, list):
-        raise CheckpointError(
-            f"{config.name}: mlp_only_layers is {plain!r}, not a list.", remedy="fetch the file again"
-        )
-    route = ops.MoERoute(None, chosen, "softmax", renormalize=config.flag("norm_topk_prob"))
+    plain = list_layers(config, "mlp_only_layers", ())
+    renormalize = config.flag("norm_topk_prob") if renormalize is None else renormalize
+    route = ops.MoERoute(None, chosen, "softmax", renormalize=renormalize)
+    parts = name_parts(build) if stacked else GATED
 
     def feed_forward(i: int, name: str) -> ops.GatedMLP | ops.MoE:
         if i in plain or (i + 1) % step:
             return dense_mlp(build)(i, name)
-        return mixture_of_experts(build, name, route, count=count, shared=shared)
+        return mixture_of_experts(build, name, route, count=count, shared=shared, parts=parts)
 
     return feed_forward
 
 
 def fine_grained_experts(
-    build: Build, is_sparse: Callable[[int], bool] | None = None
+    build: Build,
+    is_sparse: Callable[[int], bool] | None = None,
+    *,
+    shared: SharedExperts | None = None,
+    act: str = "",
 ) -> Callable[[int, str], ops.GatedMLP | ops.MoE]:
     """Return a function that builds a layer's MLP in DeepSeek-V3's form, from the layer's number and the MLP's name.
 
@@ -163,6 +197,8 @@ def fine_grained_experts(
     Args:
         build: its config gives the sizes.
         is_sparse: whether a layer has experts; None: from layer `first_k_dense_replace` on.
+        shared: the MLP that every token takes; None: `n_shared_experts` of the experts' size.
+        act: activation of experts and shared MLP without gates; empty: they have gates.
 
     Raises:
         CheckpointError: the config lacks an entry or contradicts itself.
@@ -172,13 +208,14 @@ def fine_grained_experts(
     config = build.config
     count, first = "n_routed_experts", config.count("first_k_dense_replace")
     total, route = config.size(count), _sigmoid_routing(config)
-    shared = SharedExperts(config.count("n_shared_experts") * config.size("moe_intermediate_size"))
+    beside = shared or SharedExperts(config.count("n_shared_experts") * config.size("moe_intermediate_size"))
 
     def feed_forward(i: int, name: str) -> ops.GatedMLP | ops.MoE:
         if i < first if is_sparse is None else not is_sparse(i):
             return dense_mlp(build)(i, name)
         bias = Weight((f"{name}.gate.e_score_correction_bias",), (total,), torch.float32)
-        return mixture_of_experts(build, name, replace(route, bias=bias), count=count, shared=shared)
+        by_bias, parts = replace(route, bias=bias), GATED[1:] if act else GATED
+        return mixture_of_experts(build, name, by_bias, count=count, shared=beside, parts=parts, act=act)
 
     return feed_forward
 

@@ -5,13 +5,13 @@ Names of weights are those of Hugging Face checkpoints, in which these families 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from inferplane import ops
 from inferplane.errors import CheckpointError, UnsupportedModelError
-from inferplane.models.build import ACTIVATION_NAMES, Build
+from inferplane.models.build import ACTIVATION_NAMES, HEAD, Build
 from inferplane.models.reading.config import Config
 from inferplane.types import ActivationQuant, Weight
 
@@ -103,7 +103,7 @@ def input_weights(
         return [block.gate_up.weight]
     if isinstance(block, ops.MLP):
         return [block.up.weight]
-    return [block.experts.gate_up, *([] if block.shared is None else [block.shared.gate_up.weight])]
+    return [block.experts.gate_up, *([] if block.shared is None else input_weights(block.shared))]
 
 
 def norm_output_quant(*weights: Weight) -> ActivationQuant | None:
@@ -125,6 +125,7 @@ def decoder_model(
     embed_factor: float = 1.0,
     logit_factor: float = 1.0,
     logit_cap: float | None = None,
+    head_bias: bool = False,
 ) -> ops.CausalLM:
     """Build a causal language model.
 
@@ -136,11 +137,15 @@ def decoder_model(
         form: how a layer is put together.
         embed_factor: on the embedding. logit_factor: on the logits.
         logit_cap: the bound to which the logits are capped softly, or None.
+        head_bias: whether the output head has a bias.
     """
     config = build.config
     vocab, width = config.size("vocab_size"), config.size("hidden_size")
     embed = build.embedding("model.embed_tokens", vocab, width)
     head = build.head(embed, vocab, width)
+    mine = build.local_size("vocab_size", vocab)
+    bias = Weight((f"{HEAD}.bias",), (mine,), shard=build.shard(0)) if head_bias else None
+    is_plain = logit_factor == 1 and logit_cap is None and bias is None
     names = [(i, f"model.layers.{i}") for i in range(config.size(LAYERS))]
     return ops.CausalLM(
         embed=embed if embed_factor == 1 else ops.ScaledEmbedding(embed, embed_factor),
@@ -148,7 +153,7 @@ def decoder_model(
             tuple(decoder_layer(build, i, attn(i, f"{n}.self_attn"), mlp(i, f"{n}.mlp"), form) for i, n in names)
         ),
         norm=form.norm_before(build, f"model.{form.last}"),
-        head=head if logit_factor == 1 and logit_cap is None else ops.ScaledHead(head, logit_factor, logit_cap),
+        head=head if is_plain else ops.ScaledHead(head, logit_factor, logit_cap, bias),
         gather=build.gather(),
     )
 
@@ -177,6 +182,20 @@ def layer_kinds(config: Config, known: tuple[str, ...], left_out: Sequence[str])
     return kinds
 
 
+def list_layers(config: Config, entry: str, left_out: Collection[int]) -> Collection[int]:
+    """Numbers of the layers that a config's entry lists, or `left_out` if the config lacks it.
+
+    Raises:
+        CheckpointError: it is not a list.
+    """
+    listed = config.get(entry)
+    if listed is None:
+        return left_out
+    if not isinstance(listed, list):
+        raise CheckpointError(f"{config.name}: {entry} is {listed!r}, not a list.", remedy="fetch the file again")
+    return listed
+
+
 def dense_mlp(
     build: Build, *, bias: bool = False, act: str = "silu", fused: bool = False
 ) -> Callable[[int, str], ops.GatedMLP]:
@@ -193,7 +212,12 @@ def dense_mlp(
 
 
 def plain_mlp(
-    build: Build, act: str, *, bias: bool = False, names: tuple[str, str] = ("up_proj", "down_proj")
+    build: Build,
+    act: str,
+    *,
+    bias: bool = False,
+    names: tuple[str, str] = ("up_proj", "down_proj"),
+    inner: int | None = None,
 ) -> Callable[[int, str], ops.MLP]:
     """Return a function that builds a layer's MLP without a gate from the layer's number and the MLP's name.
 
@@ -202,8 +226,9 @@ def plain_mlp(
         act: the activation, a name of `ops.activation.ACTIVATIONS`; the config may not name another.
         bias: whether its linear layers have biases.
         names: names of the linear layers in the checkpoint.
+        inner: its inner size over all ranks; None: `intermediate_size`.
     """
-    inner, width = build.config.size("intermediate_size"), build.config.size("hidden_size")
+    inner, width = inner or build.config.size("intermediate_size"), build.config.size("hidden_size")
     build.config.refuse(hidden_act=ACTIVATION_NAMES[act])
     mine = build.local_size("intermediate_size", inner)
 

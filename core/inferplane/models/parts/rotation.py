@@ -74,3 +74,21 @@ def rotate_all(build: Build, rope: Rotation) -> list[Rotation | None]:
 def rotate_some(rope: Rotation, rotated: Sequence[bool]) -> list[Rotation | None]:
     """Each layer's rotation: `rope` where `rotated` is true, else none."""
     return [rope if yes else None for yes in rotated]
+
+
+def find_rotated_layers(config: Config) -> list[bool]:
+    """Whether each layer rotates: `no_rope_layers` marks with 0 those that do not, or, if the config lacks it, those at
+    multiples of `no_rope_layer_interval` do not.
+
+    Raises:
+        CheckpointError: it is not a list with a number 0 or 1 for each layer.
+    """
+    every, layers = config.size("no_rope_layer_interval"), config.size("num_hidden_layers")
+    marks = config.get("no_rope_layers")
+    marks = [int((i + 1) % every != 0) for i in range(layers)] if marks is None else marks
+    if not isinstance(marks, list) or len(marks) < layers or not all(mark in (0, 1) for mark in marks):
+        raise CheckpointError(
+            f"{config.name}: no_rope_layers is not a list of {layers} numbers 0 or 1, one a layer.",
+            remedy="correct the entry, or fetch the file again",
+        )
+    return [bool(mark) for mark in marks[:layers]]

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ from inferplane.types import Shard
 
 MODEL, NORM, EMBEDDING, HEAD = "model.", "norm.weight", "model.embed_tokens.weight", "lm_head.weight"
 _FUSED = re.compile(
-    r"(.*\.)(?:mlp|block_sparse_moe)\.experts\.(gate_up_proj|down_proj)(?:\.weight)?(_scale_inv|_scale)?"
+    r"(.*\.)(?:mlp|block_sparse_moe|feed_forward)\.experts\.(gate_up_proj|down_proj)(?:\.weight)?(_scale_inv|_scale)?"
 )
 
 _CONVOLUTION = re.compile(r".*\.conv(?:1d)?\.weight")
@@ -63,9 +62,13 @@ def canonical_names(entries: Mapping[str, Entry], config: Config) -> dict[str, E
     block = expert_names[0]
     found: dict[str, Entry] = {}
     if spelling is not None and spelling.stacks_experts:
-        entries = split_stacks(entries)
+        width = config.size("hidden_size") if spelling.stacks_experts == "any_order" else 0
+        entries = split_stacks(entries, width)
     entries = {_BACKBONE.sub(_rename_backbone, name, count=1): entry for name, entry in entries.items()}
-    rename = _without_wrapper(entries)
+    prefix = _find_wrapper(entries)
+    rename = partial(_rename, prefix=prefix)
+    if config.get(TEXT_PART_OF) is not None and prefix.startswith(MODEL):  # other parts lie beside it
+        entries = {n: e for n, e in entries.items() if n.startswith(prefix) or not n.startswith(MODEL)}
     for stored, entry in entries.items():
         name = _GRANITE.sub(_rename_granite, rename(stored))
         fused = _FUSED.fullmatch(name)
@@ -87,18 +90,19 @@ def canonical_names(entries: Mapping[str, Entry], config: Config) -> dict[str, E
     return found
 
 
-def _without_wrapper(entries: Mapping[str, Entry]) -> Any:
-    """A function from stored names to those below `model.`. The last norm's name tells where the language model is, or
-    of several last norms the one with an embedding beside it: towers for images have norms, too."""
+def _find_wrapper(entries: Mapping[str, Entry]) -> str:
+    """What stored names have before those of the language model. The last norm's name tells where that is, or of
+    several last norms the one with an embedding beside it: towers for images have norms, too."""
     norms = [name.removesuffix(NORM) for name in entries if name.endswith(f".{NORM}") or name == NORM]
     prefixes = [prefix for prefix in norms if f"{prefix}embed_tokens.weight" in entries] or norms
     prefixes = [prefix for prefix in prefixes if "layers." not in prefix]
-    if len(prefixes) != 1 or prefixes[0] == MODEL:
-        return lambda name: name
-    return partial(_rename, prefix=prefixes[0])
+    return prefixes[0] if len(prefixes) == 1 else MODEL
 
 
 def _rename(name: str, prefix: str) -> str:
+    """A stored name below `model.`."""
+    if prefix == MODEL:
+        return name
     outer = prefix.removesuffix(MODEL)
     if name == HEAD or name.startswith("lm_head."):
         return name

@@ -1,15 +1,15 @@
 """Gives one spelling to a config's entries, whichever tool wrote them, and adds those that it leaves out.
 
 Precedence and defaults are those of transformers 5: `convert_rope_params_to_dict` and `standardize_rope_params` in
-modeling_rope_utils.py, and the fields of each family's configuration class. Sizes and numbers of experts have no
-defaults here: a config without them is refused.
+modeling_rope_utils.py, and the fields of each family's configuration class. Sizes and the number of experts have no
+defaults here, nor in most families the number of experts of a token: a config without them is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 COMMON: dict[str, Any] = {
     "hidden_act": "silu",
@@ -36,7 +36,7 @@ class Spelling:
         expert_names: as `EXPERT_NAMES`, in the names that the family reads.
         other_types: further values of `model_type` for models of the same form.
         is_fused: whether q, k and v, or gate and up, are stored as one.
-        stacks_experts: checkpoints have a layer's experts in one tensor, with inputs before outputs
+        stacks_experts: checkpoints have a layer's experts in one tensor, with "inputs_first", or in "any_order"
             (`stacked_experts`).
     """
 
@@ -46,7 +46,7 @@ class Spelling:
     expert_names: ExpertNames
     other_types: tuple[str, ...] = ()
     is_fused: bool = False
-    stacks_experts: bool = False
+    stacks_experts: Literal["", "inputs_first", "any_order"] = ""
 
     @property
     def model_types(self) -> tuple[str, ...]:
@@ -110,22 +110,30 @@ def normalize(entries: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-OUTER = ("quantization_config", "compression_config", "dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id")
+TIED = "tie_word_embeddings"
+OUTER = ("quantization_config", "compression_config", "dtype", "torch_dtype", TIED, "eos_token_id")
 """Entries that a multimodal model's config may state beside its text model's."""
 TEXT_PART_OF = "text_part_of"
 """Entry with the name of the multimodal model whose text part is read."""
+WHOLE = "ForConditionalGeneration"
+"""How names of multimodal models end. A family with such a name has the text part of that model."""
 
 
 def _take_text_part(entries: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of the language model inside a multimodal one, where its family is known; else a copy."""
     inner, names = entries.get("text_config"), entries.get("architectures")
-    if not isinstance(inner, Mapping) or not isinstance(names, (list, tuple)) or len(names) != 1:
+    if not isinstance(names, (list, tuple)) or len(names) != 1 or not isinstance(names[0], str):
         return dict(entries)
+    if not isinstance(inner, Mapping):  # older configs have the entries of the text part among those of the whole
+        is_whole = names[0] in SPELLINGS and names[0].endswith(WHOLE)
+        return {**entries, TEXT_PART_OF: names[0]} if is_whole else dict(entries)
     kind = inner.get("model_type")
     text = next((name for name, spelling in SPELLINGS.items() if kind in spelling.model_types), None)
-    if names[0] in SPELLINGS or text is None:
+    if text is None or (names[0] in SPELLINGS and names[0] != text):
         return dict(entries)
     outer = {key: entries[key] for key in OUTER if entries.get(key) is not None and inner.get(key) is None}
+    if text.endswith(WHOLE) and entries.get(TIED) is not None:  # it counts for the whole model's head
+        outer[TIED] = entries[TIED]
     return {**inner, **outer, "architectures": [text], TEXT_PART_OF: names[0]}
 
 
@@ -177,6 +185,8 @@ def _gather_rope(out: dict[str, Any]) -> None:
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind == "su" or (kind == "yarn" and settings.get("short_factor") is not None):
         kind = "longrope"  # as Phi-3 called it at first
+    if kind == "mrope":
+        kind = "default"  # with positions by axis of an image, which tokens of text have all alike
     settings["rope_type"] = kind
     if kind in _WITH_ORIGINAL:
         for value in (out.get("max_position_embeddings"), settings.get(ORIGINAL), out.pop(ORIGINAL, None)):

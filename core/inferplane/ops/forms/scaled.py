@@ -9,7 +9,7 @@ import torch
 from inferplane.ops.basic import Embedding
 from inferplane.ops.collective import AllReduce
 from inferplane.ops.linear import LMHead
-from inferplane.ops.op import ACCUMULATED, ROUNDED, Op, Sample, placeholder
+from inferplane.ops.op import ACCUMULATED, ROUNDED, Op, Sample, extension, placeholder, values
 from inferplane.types import Batch, Weight
 
 
@@ -57,6 +57,7 @@ class ScaledEmbedding(Op, name="scaled_embedding", extension=True):
 
 class ScaledHead(Op, name="scaled_head", extension=True):
     """Logits times a number, then softly capped: `y = head(x, batch) * factor`, and `cap * tanh(y / cap)` with a cap.
+    With `bias` it is added to the logits first.
 
     Args of the call:
         x: `[T, D]` after the final norm.
@@ -65,10 +66,10 @@ class ScaledHead(Op, name="scaled_head", extension=True):
     Returns:
         float32 `[R, V]` (this rank's columns under vocabulary sharding).
 
-    Fields: `head`; `factor`; `cap` the bound of the logits' size, or None.
+    Fields: `head`; `factor`; `cap` the bound of the logits' size, or None; `bias` `[V]` or None.
 
     Source: the scales of Cohere's and Granite's logits (transformers' CohereConfig, GraniteConfig); the cap of Gemma 2,
-    arXiv 2408.00118.
+    arXiv 2408.00118; biases of heads as in Phi-3.5-MoE (transformers' PhimoeConfig).
     """
 
     tolerance = ACCUMULATED
@@ -76,6 +77,7 @@ class ScaledHead(Op, name="scaled_head", extension=True):
     head: LMHead
     factor: float = 1.0
     cap: float | None = None
+    bias: Weight | None = extension(None)
 
     @property
     def weight(self) -> Weight:
@@ -83,16 +85,20 @@ class ScaledHead(Op, name="scaled_head", extension=True):
         return self.head.weight
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        logits = self.head(x, batch) * self.factor
+        logits = self.head(x, batch)
+        if self.bias is not None:
+            logits = logits + values(self.bias)  # type: ignore[arg-type]
+        logits = logits * self.factor
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """All rows and the last of each sequence, with a factor and with a cap."""
+        """All rows and the last of each sequence, with a factor, with a cap and with a bias."""
         every, last = LMHead.samples()[:2]
         head = LMHead(placeholder(101, 64))
         return [
             Sample("factor", ScaledHead(head, 0.0625), last.inputs, "decode"),
             Sample("cap", ScaledHead(head, 1.0, 2.0), every.inputs, "decode"),
             Sample("both", ScaledHead(head, 3.0, 1.5), every.inputs, "decode"),
+            Sample("bias", ScaledHead(head, bias=placeholder(101)), last.inputs, "decode"),
         ]

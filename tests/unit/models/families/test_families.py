@@ -144,6 +144,11 @@ LFM2_1_2B = {
     **llama(16, 2048, 12288, 32, 65536, num_key_value_heads=8, full_attn_idxs=[2, 5, 8, 10, 12, 14]),
     "architectures": ["Lfm2ForCausalLM"],
 }
+LFM2_8B_A1B = {
+    **llama(24, 2048, 7168, 32, 65536, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=1792),
+    "layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)],
+    "architectures": ["Lfm2MoeForCausalLM"],
+}
 QWEN3_NEXT = {
     **llama(48, 2048, 5120, 16, 151936, num_key_value_heads=2, head_dim=256, num_experts=512, num_experts_per_tok=10),
     **{"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "linear_conv_kernel_dim": 4},
@@ -165,6 +170,21 @@ GRANITE_4_H_TINY = {
 FALCON_H1_0_5B = {
     **llama(36, 1024, 2048, 8, 32784, num_key_value_heads=2, head_dim=64, mamba_d_ssm=1536, mamba_n_heads=24),
     **{"mamba_d_state": 128, "mamba_n_groups": 1, "architectures": ["FalconH1ForCausalLM"]},
+}
+NEMOTRON_3_NANO = {
+    **llama(52, 2688, 1856, 32, 131072, num_key_value_heads=2, head_dim=128, hidden_act="relu2", mamba_num_heads=64),
+    **{"mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "n_routed_experts": 128, "num_experts_per_tok": 6},
+    **{"moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712},
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "architectures": ["NemotronHForCausalLM"],
+}
+PHI_3_5_MOE = {
+    **llama(32, 4096, 6400, 32, 32064, num_local_experts=16, attention_bias=True, lm_head_bias=True),
+    "architectures": ["PhimoeForCausalLM"],
+}
+LLAMA_4_SCOUT = {
+    **llama(48, 5120, 8192, 40, 202048, intermediate_size_mlp=16384, num_local_experts=16, head_dim=128),
+    "architectures": ["Llama4ForCausalLM"],
 }
 MISTRAL = {**llama(32, 4096, 14336, 32, 32000), "architectures": ["MistralForCausalLM"], "sliding_window": 4096}
 
@@ -194,7 +214,11 @@ MISTRAL = {**llama(32, 4096, 14336, 32, 32000), "architectures": ["MistralForCau
         (LFM2_1_2B, 1_170_340_608),
         (FALCON_H1_0_5B, 521_411_104),
         (NEMOTRON_NANO_9B_V2, 8_888_227_328),
+        (NEMOTRON_3_NANO, 31_577_940_288),
         (GRANITE_4_H_TINY, 6_939_037_248),
+        (LFM2_8B_A1B, 8_339_930_560),  # 704 of them are biases of routers
+        (PHI_3_5_MOE, 41_873_153_344),
+        (LLAMA_4_SCOUT, 107_769_861_120),  # the text part
         (QWEN3_NEXT, 79_674_391_296),  # 80B-A3B: 81,324,862,720 with its layer for multi-token prediction
         (
             mixture("Olmoe", 16, 2048, 1024, 16, 50304, num_key_value_heads=16, num_experts=64),

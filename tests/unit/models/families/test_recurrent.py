@@ -14,7 +14,7 @@ from inferplane.models.reading.normalize import SPELLINGS
 from inferplane.ops import MLP, BlockLayer, GQABlock, RecurrentBlock
 from inferplane.types import Placement
 from tests.families.cases import CASES, config_of
-from tests.families.recurrent import RECURRENT
+from tests.families.recurrent import NEMOTRON_EXPERTS, RECURRENT
 
 
 def config(family: str, **changes: Any) -> Config:
@@ -38,7 +38,8 @@ def kinds(family: str, **changes: Any) -> str:
         ("qwen3_next", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ("qwen3_next", {"layer_types": ["sliding_attention"] * 4}, "layer_types = 'sliding_attention'"),
         ("qwen3_5_moe", {"norm_topk_prob": False}, "norm_topk_prob = False"),
-        ("nemotron_h", {"layers_block_type": ["mamba", "moe"]}, "layer_types = 'moe'"),
+        ("nemotron_h", {"layers_block_type": ["mamba", "conv"]}, "layer_types = 'conv'"),
+        ("nemotron_h", {**NEMOTRON_EXPERTS, "layers_block_type": ["moe"], "moe_latent_size": 8}, "moe_latent_size = 8"),
         ("nemotron_h", {"mlp_hidden_act": "silu"}, "hidden_act = 'silu'"),
         ("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act = 'gelu'"),
         ("falcon_h1", {"mlp_bias": True}, "mlp_bias beside mlp_multipliers"),

@@ -96,7 +96,7 @@ SPELLINGS: dict[str, dict[str, Any]] = {
 }
 
 
-OWN_SETTINGS = ("phi3", "olmo3", "ministral3", "gemma3", "nemotron_h")
+OWN_SETTINGS = ("phi3", "olmo3", "ministral3", "gemma3", "nemotron_h", "phimoe")
 """Families that transformers refuses to scale in most ways, which tests/unit/models/families has, or never rotates."""
 PARTIAL = {"glm": 2, "glm4": 2, "glm4_moe": 2, "minimax_m2": 2, "qwen3_next": 4, "qwen3_5": 4, "qwen3_5_moe": 4}
 """Families that rotate one part of so many of each head in their first config; spellings with a share state a half."""
@@ -222,6 +222,17 @@ DEFAULTS = [
     ("mixtral", "rms_norm_eps", 1e-5),
     ("mixtral", "sliding_window", None),
     ("mixtral", "num_key_value_heads", 8),
+    ("mixtral", "num_experts_per_tok", 2),
+    ("lfm2_moe", "num_experts_per_tok", 4),
+    ("lfm2_moe", "num_dense_layers", 2),
+    ("lfm2_moe", "use_expert_bias", True),
+    ("llama4", "num_experts_per_tok", 1),
+    ("llama4", "attention_chunk_size", 8192),
+    ("llama4", "floor_scale", 8192),
+    ("llama4", "attn_scale", 0.1),
+    ("phimoe", "router_jitter_noise", 0.01),
+    ("phimoe", "lm_head_bias", False),
+    ("nemotron_h", "norm_topk_prob", True),
     ("qwen2", "num_key_value_heads", 32),
     ("qwen2", "max_window_layers", 28),
     ("qwen3", "head_dim", 128),
