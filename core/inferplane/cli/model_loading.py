@@ -38,7 +38,15 @@ def locate_models(args: argparse.Namespace, screen: Screen) -> None:
         name = parse_name(model) if is_name else None
         if name is not None and find(name) is None:
             with fetching(name, screen) as progress:
-                locate(name, progress=progress)
+                locate(name, progress=progress, check=_check_architecture if model == args.model else None)
+
+
+def _check_architecture(folder: Path) -> None:
+    from inferplane.engine.runner.model_files import (
+        check_architecture,  # imports torch, which a cached model needs later
+    )
+
+    check_architecture(folder)
 
 
 @contextmanager

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from urllib.parse import quote
 
 from inferplane.errors import CapacityError, DownloadError, UsageError
-from inferplane.hub.cache import RepositoryCache, list_repositories
+from inferplane.hub.cache import CachedSnapshot, RepositoryCache, list_repositories
 from inferplane.hub.connection import HubConnection
 from inferplane.hub.download import disk_error, download
 from inferplane.hub.location import Location
 from inferplane.hub.memory import explain_memory, memory_bytes
 from inferplane.hub.names import MODELSCOPE, ModelName, near_short_names
-from inferplane.hub.progress import DownloadProgress, format_size, report_on_stderr
+from inferplane.hub.progress import SILENT, DownloadProgress, format_size, report_on_stderr
 from inferplane.hub.repository import RemoteFile, Repository, no_gguf, read_repository, refusal, weight_bytes
 from inferplane.hub.settings import HubSettings
 
@@ -38,6 +40,7 @@ def locate(
     configs: bool = False,
     settings: HubSettings | None = None,
     progress: DownloadProgress | None = None,
+    check: Callable[[Path], None] | None = None,
 ) -> Location:
     """The model's folder: in the cache if it is there, without a look at the hub; else downloaded.
 
@@ -46,6 +49,7 @@ def locate(
         configs: only its config is read.
         settings: the hub; None: that of the environment.
         progress: what to report to; None: standard error.
+        check: called with the folder when its configs are there, before weights are downloaded; may raise.
 
     Raises:
         InferplaneError: as `fetch`.
@@ -61,7 +65,7 @@ def locate(
         has_config = snapshot is not None and snapshot.has_config
         if snapshot is not None and has_config and (configs or (settings.offline and snapshot.has_weights)):
             return Location(snapshot.folder, snapshot.commit)
-    return fetch(name, configs=configs, settings=settings, progress=progress)
+    return fetch(name, configs=configs, settings=settings, progress=progress, check=check)
 
 
 def fetch(
@@ -70,6 +74,7 @@ def fetch(
     configs: bool = False,
     settings: HubSettings | None = None,
     progress: DownloadProgress | None = None,
+    check: Callable[[Path], None] | None = None,
 ) -> Location:
     """Download what the cache lacks of the newest commit of a model's revision.
 
@@ -78,6 +83,7 @@ def fetch(
         configs: download only configs.
         settings: the hub; None: that of the environment.
         progress: what to report to; None: standard error.
+        check: called with the folder when its configs are there, before weights are downloaded; may raise.
 
     Raises:
         UsageError: there is no such repository or revision, downloads are off, or its format is not read.
@@ -92,12 +98,12 @@ def fetch(
         raise _not_in_cache(name, settings)
     if progress is None:
         with report_on_stderr() as progress:
-            return fetch(name, configs=configs, settings=settings, progress=progress)
+            return fetch(name, configs=configs, settings=settings, progress=progress, check=check)
     if name.source == MODELSCOPE:
         from inferplane.hub import modelscope
 
-        return modelscope.fetch(name, progress)
-    return _Fetch(name, settings, progress).run(configs=configs)
+        return modelscope.fetch(name, progress, check)
+    return _Fetch(name, settings, progress).run(configs=configs, check=check)
 
 
 class _Fetch:
@@ -108,10 +114,15 @@ class _Fetch:
         self.connection = HubConnection(settings, progress.say)
         self.cache = RepositoryCache(settings.cache, name.repository)
 
-    def run(self, *, configs: bool) -> Location:
-        """Download all, or only configs."""
+    def run(self, *, configs: bool, check: Callable[[Path], None] | None) -> Location:
+        """Download all, or only configs; see `fetch`."""
         repository = self._read_repository()
         repository.check_kind()
+        folder = self.cache.snapshots / repository.commit
+        if check is not None and not configs and not CachedSnapshot(folder, repository.commit).has_weights:
+            self._check_disk(repository.configs())
+            self._download_all(repository, repository.configs(), SILENT)
+            check(folder)
         files = repository.configs() if configs else repository.small_files()
         if not configs:
             files += repository.weight_files(lambda file: self._read(repository, file))
@@ -119,18 +130,25 @@ class _Fetch:
         missing = self._missing_bytes(files)
         if missing and not configs:
             self._announce(repository, files, missing)
-        total, done = sum(file.size for file in files), 0
+        self._download_all(repository, files, self.progress)
         try:
-            for file in files:
-                self._download(repository, file, done, total)
-                done += file.size
-            for file in files:  # not before all are there: what finds weights in a snapshot finds all of them
-                self.cache.link(repository.commit, file.name, file.digest)
             if not configs or self.cache.find(self.name.revision) is None:  # configs replace no whole snapshot
                 self.cache.write_reference(self.name.revision, repository.commit)
         except OSError as error:
             raise disk_error(error, self.cache.folder) from error
-        return Location(self.cache.snapshots / repository.commit, repository.commit)
+        return Location(folder, repository.commit)
+
+    def _download_all(self, repository: Repository, files: Sequence[RemoteFile], progress: DownloadProgress) -> None:
+        """Download files, and give them their names when all are there: what finds weights finds all of them."""
+        total, done = sum(file.size for file in files), 0
+        try:
+            for file in files:
+                self._download(repository, file, partial(_report_bytes, progress, done, total))
+                done += file.size
+            for file in files:
+                self.cache.link(repository.commit, file.name, file.digest)
+        except OSError as error:
+            raise disk_error(error, self.cache.folder) from error
 
     def _read_repository(self) -> Repository:
         """What the repository holds; an error about the network says that a plain name may have been a folder's."""
@@ -153,7 +171,7 @@ class _Fetch:
         if words := explain_memory(weight_bytes(files), memory_bytes(), self.name.text):
             self.progress.say(words)
 
-    def _download(self, repository: Repository, file: RemoteFile, done: int, total: int) -> None:
+    def _download(self, repository: Repository, file: RemoteFile, count: Callable[[int], None]) -> None:
         url = f"{self.settings.endpoint}/{self.name.repository}/resolve/{repository.commit}/{quote(file.name)}"
         download(
             self.connection,
@@ -161,14 +179,14 @@ class _Fetch:
             file,
             url,
             lambda response: refusal(response, self.name, self.connection),
-            lambda have: self.progress.count(done + have, total),
+            count,
         )
 
     def _read(self, repository: Repository, file: RemoteFile) -> bytes:
         """The content of a small file, which is then in the cache."""
         self._check_disk([file])
         try:
-            self._download(repository, file, 0, file.size)
+            self._download(repository, file, lambda have: None)
             return (self.cache.blobs / file.digest).read_bytes()
         except OSError as error:
             raise disk_error(error, self.cache.folder) from error
@@ -197,6 +215,11 @@ class _Fetch:
                 f"{format_size(free)} free.",
                 remedy="free space (`inferplane list`, `inferplane rm NAME`), or set HF_HOME to another disk",
             )
+
+
+def _report_bytes(progress: DownloadProgress, before: int, total: int, have: int) -> None:
+    """Report the bytes of one file, which come after those of other files."""
+    progress.count(before + have, total)
 
 
 def _not_in_cache(name: ModelName, settings: HubSettings) -> UsageError:

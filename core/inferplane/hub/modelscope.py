@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,9 @@ def find(name: ModelName) -> Location | None:
     return Location(folder, "") if CachedSnapshot(folder, "").is_whole else None
 
 
-def fetch(name: ModelName, progress: DownloadProgress) -> Location:
+def fetch(name: ModelName, progress: DownloadProgress, check: Callable[[Path], None] | None = None) -> Location:
     """Download what the cache lacks of a model; the package shows the progress, checks sizes and hashes, and resumes.
+    `check` is called with the folder before weights are downloaded.
 
     Raises:
         UsageError: the package is missing. CheckpointError: the repository has no weights that are read.
@@ -45,6 +46,8 @@ def fetch(name: ModelName, progress: DownloadProgress) -> Location:
         repository.check_kind()
         small = repository.small_files() + [file for file in repository.files if ".safetensors.index" in file.name]
         folder = Path(_download(name, files=small))
+        if check is not None:
+            check(folder)
         weights = repository.weight_files(lambda file: (folder / file.name).read_bytes())
         total = sum(file.size for file in {*small, *weights})
         progress.say(f"fetching {name.full}: {format_size(total)} from ModelScope to {folder}")

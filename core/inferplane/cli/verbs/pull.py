@@ -7,10 +7,12 @@ download goes on where it was; sizes and hashes are checked.
 from __future__ import annotations
 
 import argparse
+from functools import partial
+from pathlib import Path
 
 from inferplane.cli.arguments import Parser, add_examples, add_json
 from inferplane.cli.screen import Screen
-from inferplane.errors import UsageError
+from inferplane.errors import CheckpointError, UnsupportedModelError, UsageError
 from inferplane.hub import FORMS, HubSettings, ModelName, fetch, near_short_names, parse_name
 
 SCHEMA = 1
@@ -43,13 +45,23 @@ def as_name(text: str) -> ModelName:
     return name
 
 
+def _warn(screen: Screen, folder: Path) -> None:
+    """Warn of a model that will not run here, before its weights are downloaded."""
+    from inferplane.engine.runner.model_files import check_architecture
+
+    try:
+        check_architecture(folder)
+    except (UnsupportedModelError, CheckpointError) as error:
+        screen.warning(error.what)
+
+
 def run(args: argparse.Namespace, screen: Screen) -> int:
     """Download and print."""
     from inferplane.cli.model_loading import fetching
 
     name = as_name(args.name)
     with fetching(name, screen) as progress:
-        found = fetch(name, settings=HubSettings.from_environment(), progress=progress)
+        found = fetch(name, settings=HubSettings.from_environment(), progress=progress, check=partial(_warn, screen))
     size = sum(path.stat().st_size for path in found.folder.iterdir() if path.is_file())
     if args.json:
         data = {"schema": SCHEMA, "model": args.name, "repository": name.repository, "source": name.source}

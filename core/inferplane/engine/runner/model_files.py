@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,10 @@ from typing import Any
 from inferplane.engine.request.tokenizer_loading import has_vocabulary
 from inferplane.errors import CheckpointError, UsageError
 from inferplane.hub import FORMS, locate, near_short_names, parse_name
-from inferplane.models import Config, SafetensorsFolder, as_config
+from inferplane.models import Config, SafetensorsFolder, as_config, constructor
 from inferplane.models.reading.names import canonical_names, settle_head
 from inferplane.models.reading.normalize import complaints
+from inferplane.plugins import host
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).resolve().parents[2] / "models" / "demo"
@@ -23,6 +24,15 @@ SHIPPED = {DEMO: DEMO_FOLDER, "demo-draft": DEMO_FOLDER / "draft", "demo-eagle":
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://.*|ollama:.*")
 
 
+def check_architecture(folder: Path) -> None:
+    """Refuse a model whose architecture is not known, by its config: before weights are downloaded.
+
+    Raises:
+        UnsupportedModelError: no model family has it. CheckpointError: the config cannot be read.
+    """
+    constructor(Config.read(folder).architecture, host().models())
+
+
 class ModelFiles:
     """A model's config, and its folder if it has one.
 
@@ -30,6 +40,7 @@ class ModelFiles:
         model: "demo" or another name of `SHIPPED`, a folder in the Hugging Face layout, a name on a hub (a string), a
             mapping with a config's entries, or a transformers config.
         configs: of a name on a hub only the config is downloaded, if it is not in the cache.
+        check: called with the folder of a name's configs before its weights are downloaded; may raise.
 
     Raises:
         UsageError: no such folder, and no such model on a hub.
@@ -37,13 +48,13 @@ class ModelFiles:
         DownloadError: the hub cannot be reached or refuses. CapacityError: the disk is too small.
     """
 
-    def __init__(self, model: Any, *, configs: bool = False) -> None:
+    def __init__(self, model: Any, *, configs: bool = False, check: Callable[[Path], None] | None = None) -> None:
         self.folder: Path | None = None
         if isinstance(model, (str, Path)):
             self.name = str(model)
             self.folder = SHIPPED.get(str(model)) or Path(model).expanduser()
             if isinstance(model, str) and not self.folder.exists() and (name := parse_name(model)):
-                self.folder = locate(name, configs=configs).folder
+                self.folder = locate(name, configs=configs, check=check).folder
             if not self.folder.is_dir():
                 if model in SHIPPED:
                     tool = "train_demo.py" if model == DEMO else "train_drafts.py"

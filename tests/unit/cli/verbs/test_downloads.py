@@ -83,6 +83,17 @@ def test_plans_fetch_no_weights(cli, hub):
     assert cli("list", "--json")[1].count('"whole": false') == 1
 
 
+def test_an_unknown_architecture_is_known_before_weights_come(cli, hub):
+    model = hub.models["org/demo", "main"]
+    config = json.loads(model.files["config.json"]) | {"architectures": ["StrangeForCausalLM"], "model_type": "strange"}
+    hub.add("org/strange", Model({**model.files, "config.json": json.dumps(config).encode()}))
+    code, _, err = cli("generate", "org/strange", "-p", "x")
+    assert code == FAILED and "Architecture 'StrangeForCausalLM' is not known" in err and hub.paths() == []
+    code, out, err = cli("pull", "org/strange")
+    assert code == DONE and len(hub.paths()) == 1 and Path(out.strip()).is_dir()
+    assert err.startswith("warning: Architecture 'StrangeForCausalLM' is not known")
+
+
 def test_errors_reach_the_user(cli, hub, monkeypatch):
     code, _, err = cli("chat", "org/none")
     assert code == WRONG_USAGE and "'org/none' is no folder, and http://127.0.0.1" in err
