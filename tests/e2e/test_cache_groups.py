@@ -5,11 +5,16 @@ Its layers are two with all tokens and six with a window of 13, so a sequence ha
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from benchmarks.cache_groups import MAX_HELD, MIN_SHARE, SHAPES, TOKENS, compare_estimates, fill_pool
 from inferplane import LLM, SamplingParams
+from inferplane.cli import main
 from inferplane.engine.runner import planned_model
 from inferplane.kvcache import single_table
 from tests.e2e.drafters import eagle_head, noisy_copy
@@ -152,3 +157,31 @@ def test_whole_prompts_and_embeddings_know_tables(folders):
         whole = llm.logits([every[0]])[0]
         parts = llm.logits([every[0]], chunk_tokens=7)[0]
         assert (whole - parts).abs().max() < 1e-4 and llm.engine.allocator.used == 0
+
+
+def run_estimate(config, device, memory, folder, capsys):
+    """`inferplane estimate` in this process; returns its JSON."""
+    (folder / "config.json").write_text(json.dumps(config))
+    words = ("estimate", str(folder / "config.json"), "--device", device, "--memory", str(memory), "--json")
+    assert main.main([*words]) == main.DONE
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_estimates_of_published_models(name, tmp_path, capsys, monkeypatch):
+    """32,768 tokens of a model hold what its layers must keep, and little more."""
+    monkeypatch.setattr(main, "prepare", lambda environment: None)
+    shape, run = SHAPES[name], partial(run_estimate, folder=tmp_path, capsys=capsys)
+    found = compare_estimates(shape, TOKENS, "cpu", run)
+    assert 1 <= found["held"] <= MAX_HELD and found["gain"] >= MIN_SHARE * shape.possible_gain(TOKENS)
+
+
+@pytest.mark.filterwarnings("ignore:kv_cache_bytes")
+@pytest.mark.parametrize(("name", "layers", "tokens"), [("gpt-oss-20b", 4, 1024), ("gemma-3-1b", 12, 2048)])
+def test_a_pool_full_of_sequences(name, layers, tokens):
+    """Few layers and short sequences; the benchmark has all of them. A pool holds whole sequences: up to one less."""
+    shape = replace(SHAPES[name], layers=layers)
+    found = fill_pool(shape, tokens, 256, "cpu", pools=4)
+    possible = shape.possible_gain(tokens)
+    assert 1 <= found["held"] <= MAX_HELD
+    assert found["sequences"] + 1 >= 4 * MIN_SHARE * possible > 6
