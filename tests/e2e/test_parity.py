@@ -49,7 +49,7 @@ def pair(request, tmp_path_factory):
 def whole(pair):
     """Prompts, and transformers' logits after each of their tokens."""
     model, llm = pair
-    many = prompts(llm.engine.vocab, (101, 37, 1))
+    many = prompts(llm.engine.vocab, (70, 37, 1))
     return many, [logits_of(model, ids) for ids in many]
 
 
