@@ -127,9 +127,9 @@ class Draw:
 
     def weight(self, weight: Weight) -> torch.Tensor | QTensor:
         """Random canonical values for a declared weight, scaled so that outputs are of order one, on the host."""
-        if weight.make is not None:
-            return weight.make()
         dtype = weight.dtype or self.dtype
+        if weight.make is not None:
+            return weight.make().to(dtype)
         fan_in = weight.shape[-1] if len(weight.shape) > 1 else 1
         values = torch.randn(*weight.shape, generator=self.generator) / math.sqrt(fan_in)
         if len(weight.shape) == 1:

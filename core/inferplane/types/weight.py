@@ -61,7 +61,7 @@ class Weight:
         shape: shape on this rank, `[N, K]`, `[N]`, or `[E, N, K]` for stacked experts.
         dtype: dtype of the values as kernels see them; None follows the plan's dtype.
         format: quantized format of the checkpoint's tensors ("plain", or a registered format such as "fp8_block").
-        make: builds a constant (a rope table) instead of reading one; called once at load.
+        make: builds a constant (a rope table) instead of reading one; called once at load, and converted to `dtype`.
         shard: the slice of each part that this rank reads; a tuple where the slices differ.
         optional: the checkpoint may lack this weight; `default` is used then.
         default: builds the value of a missing optional weight.

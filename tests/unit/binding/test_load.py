@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from inferplane.binding import DictSource, link, load, view_of
-from inferplane.binding.load import DummySource, is_finite
+from inferplane.binding.load import DummySource, assemble, is_finite
 from inferplane.errors import CheckpointError, InferplaneWarning, KernelError, warn
 from inferplane.ops import Embedding, GatedMLP, Linear, LMHead, MoEExperts, encode
+from inferplane.ops.draw import Draw
 from inferplane.types import Packing, Placement, QTensor, Shard, Weight, When
 from tests.unit.support.small import BF16, F32, encoding, kernel, plan, tensors_for, tiny_llama, tiny_v3, w
 
@@ -55,6 +56,13 @@ def test_dtypes_are_the_weights_own_or_the_plans():
     for path, weight in p.model.weights():
         fixed = path.endswith(("route.bias", "rope.table"))
         assert packed[id(weight), "canonical"].dtype is (F32 if fixed else BF16), path
+
+
+def test_constants_have_the_plans_dtype_unless_they_state_one():
+    ones = Weight((), (4,), make=lambda: torch.ones(4))
+    read, made_up = assemble(ones, DictSource({}), BF16, {}), DummySource().draw(ones, BF16)
+    for got in (read, made_up, Draw(0, BF16).weight(ones)):
+        assert got.dtype is BF16 and torch.equal(got, torch.ones(4).bfloat16())
 
 
 def test_weights_are_read_one_after_the_other():
