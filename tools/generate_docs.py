@@ -236,8 +236,9 @@ def models_page() -> str:
 
 The model families that run, each one file in `core/inferplane/models/families`. A checkpoint's `config.json` names its
 architecture; the model without its head (`LlamaModel`) is known too. Of a multimodal checkpoint whose language model is
-one of these (a `text_config` with its model type), the text part is served, and a warning says so. Another architecture
-is refused, with the nearest one; [adding a model](adding-a-model.md) says how to add it.
+one of these (a `text_config` with its model type: LLaVA, Mistral 3, Kimi-VL and others), or that is listed itself, the
+text part is served, and a warning says so. Another architecture is refused, with the nearest one; [adding a
+model](adding-a-model.md) says how to add it.
 
 Models with recurrent layers (short convolutions, delta nets, Mamba-2: LFM2, Qwen3-Next, Falcon-H1, Nemotron-H, Granite
 4 hybrid) keep a state of each sequence, which cannot return to an earlier token. So they reuse a prefix only where a

@@ -55,6 +55,23 @@ def test_mistral3(layout, tied, tmp_path):
             assert (got - want).abs().max() <= 1e-5 * want.abs().max()
 
 
+@pytest.mark.parametrize(
+    ("whole", "kind", "architecture"),
+    [
+        ("KimiVLForConditionalGeneration", "deepseek_v3", "DeepseekV3ForCausalLM"),
+        ("LlavaForConditionalGeneration", "llama", "LlamaForCausalLM"),
+        ("InternVLForConditionalGeneration", "qwen3_moe", "Qwen3MoeForCausalLM"),
+        ("Mistral3ForConditionalGeneration", "ministral3", "Ministral3ForCausalLM"),
+        ("Llama4ForConditionalGeneration", "llama4_text", "Llama4ForCausalLM"),
+        ("Qwen3VLForConditionalGeneration", "qwen3_vl_text", "Qwen3VLForConditionalGeneration"),
+    ],
+)
+def test_text_parts_are_found_by_their_model_type(whole, kind, architecture):
+    config = Config({"architectures": [whole], "text_config": {"model_type": kind, "hidden_size": 64}})
+    assert config.architecture == architecture and config["text_part_of"] == whole and config["hidden_size"] == 64
+    assert Config(dict(config)) == config, "a second reading changes nothing"
+
+
 def test_a_text_part_that_is_unknown():
     entries = {"architectures": ["FooForConditionalGeneration"], "text_config": {"model_type": "foo"}}
     assert Config(entries).architecture == "FooForConditionalGeneration"
