@@ -82,9 +82,10 @@ FAMILIES = {
     **{"gemma2": GEMMA_2, "gemma3": GEMMA_3, "gpt_oss": GPT_OSS, "gpt_oss_mxfp4": GPT_OSS},
     **{"qwen3_5": QWEN_3_5, "qwen3_5_panels": QWEN_3_5},
 }
+QUANTIZED = ("_proj.weight", "_proj_qkv.weight", "_proj_z.weight")
 FORMATS = {
     "gpt_oss_mxfp4": lambda name: "mxfp4" if ".experts." in name else "plain",
-    "qwen3_5_panels": lambda name: "int8_group" if "_proj" in name else "plain",
+    "qwen3_5_panels": lambda name: "int8_group" if name.endswith(QUANTIZED) else "plain",
 }
 """Of weights by their names; layers are then bound to a kernel with the family's last word in its name."""
 FEW = {

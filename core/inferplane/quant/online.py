@@ -52,8 +52,15 @@ kernel quantizes them."""
 
 HEAD = "lm_head.weight"
 EXPERTS = ("*.experts.*_proj.weight", "*.experts.*.w[123].weight")
-DENSE = ("*_proj.weight", "*_proj_with_mqa.weight")
-"""Names of weights of linear layers. Norms, routers and embeddings without a tied head are not quantized."""
+DENSE = (
+    "*_proj.weight",
+    "*_proj_with_mqa.weight",
+    "*.in_proj_qkv.weight",
+    "*.in_proj_z.weight",
+    "*.in_proj_qkvz.weight",
+)
+"""Names of weights of linear layers. Norms, routers, gates of delta nets and embeddings without a tied head are not
+quantized."""
 LATENT = ("*.kv_b_proj.weight",)
 """Linear layers that attention also folds into the query: quantized if its kernels read the format."""
 

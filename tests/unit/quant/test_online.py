@@ -65,6 +65,9 @@ def test_linear_layers_only(scheme):
     p = "model.layers.3."
     for name in ("self_attn.q_proj", "self_attn.kv_a_proj_with_mqa", "mlp.experts.7.down_proj"):
         assert format_of(f"{p}{name}.weight") == WEIGHT_ONLY[scheme]
+    for name in ("qkv", "z", "qkvz", "b", "a", "ba"):  # of delta nets: what the last three give are gates
+        of_gates = set(name) <= {"a", "b"}
+        assert format_of(f"{p}linear_attn.in_proj_{name}.weight") == ("plain" if of_gates else WEIGHT_ONLY[scheme])
     assert format_of("lm_head.weight") == format_of(f"{p}block_sparse_moe.experts.1.w2.weight") == WEIGHT_ONLY[scheme]
     for name in ("model.embed_tokens", f"{p}self_attn.kv_b_proj", f"{p}mlp.gate", f"{p}input_layernorm"):
         assert format_of(f"{name}.weight") == "plain"

@@ -22,7 +22,7 @@ from inferplane_cpu.kernels.packing import (
     PANEL_FORMATS,
     prepare_any_order,
 )
-from inferplane_cpu.kernels.recurrent_block import has_native_mixer, has_native_states, list_linear_ops
+from inferplane_cpu.kernels.recurrent_block import has_native_mixer, has_native_states, has_plain_gates, list_linear_ops
 from inferplane_cpu.native import library
 
 KERNELS = Kernels()
@@ -129,11 +129,16 @@ def _has_kv_b_in(op: Any, formats: tuple[str, ...]) -> bool:
 
 def _list_packed_weights(op: Any) -> list[Any]:
     """Weights that kernels for quantized ones read in panels."""
-    return [*(x.weight for x in _linear_ops(op)), *_expert_weights(op)]
+    gates = [op.attn.mixer.ba] if op.attn.has_recurrence and op.attn.mixer.is_delta_net else []
+    return [*(x.weight for x in _linear_ops(op) if not any(x is y for y in gates)), *_expert_weights(op)]
+
+
+def _has_plain_gates(op: Any) -> bool:
+    return not op.attn.has_recurrence or has_plain_gates(op.attn)
 
 
 def _has_packed_weights(op: Any) -> bool:
-    return all(w.format in PANEL_FORMATS for w in _list_packed_weights(op))
+    return _has_plain_gates(op) and all(w.format in PANEL_FORMATS for w in _list_packed_weights(op))
 
 
 def _has_mxfp4_experts(op: Any) -> bool:
@@ -141,7 +146,8 @@ def _has_mxfp4_experts(op: Any) -> bool:
 
 
 def _has_int8_row_weights(op: Any) -> bool:
-    return all(w.format in INT8_ROW_FORMATS and fits_int8_sums(w) for w in _list_packed_weights(op))
+    fits = all(w.format in INT8_ROW_FORMATS and fits_int8_sums(w) for w in _list_packed_weights(op))
+    return fits and _has_plain_gates(op)
 
 
 def _if_native(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -205,7 +211,7 @@ INT8_ROW_WEIGHTS = (
 )
 LINEAR_PATHS = ("attn.qkv", "attn.q_a", "attn.q_b", "attn.kv_a", "attn.o", "mlp.gate_up", "mlp.down")
 PACKS = {f"{path}.weight": PACKING for path in (*LINEAR_PATHS, "mlp.shared.gate_up", "mlp.shared.down")}
-PACKS |= {f"attn.mixer.{name}.weight": PACKING for name in recurrent_block.LINEAR_FIELDS}
+PACKS |= {f"attn.mixer.{name}.weight": PACKING for name in recurrent_block.PACKED_FIELDS}
 PACKS |= {"mlp.experts.gate_up": PACKING, "mlp.experts.down": PACKING}
 MXFP4_PACKS = {"mlp.experts.gate_up": MXFP4_PACKING, "mlp.experts.down": MXFP4_PACKING}
 DENSE_PACKS = {f"{path}.weight": PACKING for path in ("attn.qkv", "attn.o", "mlp.gate_up", "mlp.down")}

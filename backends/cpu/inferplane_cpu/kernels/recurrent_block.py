@@ -8,7 +8,13 @@ import torch
 
 from inferplane.plugin import PLAIN, RANK_PORTABLE, Batch, Kernels, When
 from inferplane_cpu.kernels.linear import RANK_BATCH_INVARIANT
-from inferplane_cpu.kernels.packing import PACKING, PANEL_FORMATS, adapt_matrices, prepare_any_order
+from inferplane_cpu.kernels.packing import (
+    PACKING,
+    PANEL_FORMATS,
+    adapt_matrices,
+    prepare_any_order,
+    with_int8_activations,
+)
 from inferplane_cpu.kernels.recurrent import (
     describe_convolution,
     describe_gates,
@@ -22,14 +28,15 @@ from inferplane_cpu.structs import Mixer, Sequences
 KERNELS = Kernels()
 DELTA_NET, MAMBA2, SHORT_CONV = range(3)
 """`ip_mixer_kind`."""
-LINEAR_FIELDS = ("proj", "qkvz", "ba", "o")
+PACKED_FIELDS = ("proj", "qkvz", "o")
+"""Linear layers of mixers that may be of 8 or 4 bits; `ba`, a few rows a head, has plain weights beside them."""
 EXTENSIONS = ("mamba2_mixer.factors", "silu_gate")
 """What mixers have besides what the op got first, as `When.extensions` lists it."""
 
 
 def list_linear_ops(mixer: Any) -> list[Any]:
     """The linear layers of a mixer."""
-    return [getattr(mixer, name) for name in LINEAR_FIELDS if hasattr(mixer, name)]
+    return [getattr(mixer, name) for name in (*PACKED_FIELDS, "ba") if hasattr(mixer, name)]
 
 
 def has_native_mixer(block: Any) -> bool:
@@ -51,9 +58,20 @@ def has_native_states(block: Any) -> bool:
     return dtypes[0] in (None, torch.bfloat16) and all(dtype is torch.float32 for dtype in dtypes[1:])
 
 
+def list_packed_weights(mixer: Any) -> list[Any]:
+    """The weights of a mixer that may be of 8 or 4 bits."""
+    return [getattr(mixer, name).weight for name in PACKED_FIELDS if hasattr(mixer, name)]
+
+
+def has_plain_gates(block: Any) -> bool:
+    """Whether what a delta net computes gates with is not quantized."""
+    return not block.mixer.is_delta_net or block.mixer.ba.weight.format == PLAIN
+
+
 def has_packed_mixer(block: Any) -> bool:
-    """Whether all its linear layers are of 8 or 4 bits."""
-    return all(x.weight.format in PANEL_FORMATS for x in list_linear_ops(block.mixer))
+    """Whether all its linear layers but `ba` are of 8 or 4 bits."""
+    packed = all(weight.format in PANEL_FORMATS for weight in list_packed_weights(block.mixer))
+    return packed and has_plain_gates(block)
 
 
 NEEDS = (
@@ -61,8 +79,8 @@ NEEDS = (
     ("bfloat16 weights", has_native_weights),
     ("states in bfloat16 and float32", has_native_states),
 )
-PACKED = ("8 or 4 bits in all its linear layers", has_packed_mixer)
-PACKS = {f"mixer.{name}.weight": PACKING for name in LINEAR_FIELDS}
+PACKED = ("8 or 4 bits in all its linear layers but that of gates", has_packed_mixer)
+PACKS = {f"mixer.{name}.weight": PACKING for name in PACKED_FIELDS}
 
 
 def describe_mixer(view: Any, adapt: Any) -> Mixer:
@@ -71,7 +89,7 @@ def describe_mixer(view: Any, adapt: Any) -> Mixer:
     made = Mixer(kind=kind)
     made.memory = []
 
-    def matrix(child: Any) -> Any:
+    def matrix(child: Any, adapt: Any = adapt) -> Any:
         made.memory.append(adapt_matrices(adapt, child.weight, child.bias))
         return made.memory[-1][0]
 
@@ -82,7 +100,8 @@ def describe_mixer(view: Any, adapt: Any) -> Mixer:
     made.conv, made.o = struct(describe_convolution(view.conv)), matrix(view.o)
     made.proj = matrix(view.qkvz if kind == DELTA_NET else view.proj)
     if kind == DELTA_NET:
-        made.gates, made.rule, made.grouped = matrix(view.ba), describe_rule(view.rule), view.grouped
+        made.gates = matrix(view.ba, None if adapt is with_int8_activations else adapt)
+        made.rule, made.grouped = describe_rule(view.rule), view.grouped
         made.memory.append(gates := describe_gates(view.gates))
         made.a_log, made.dt_bias = (weight.data_ptr() for weight in gates)
     if kind == MAMBA2:

@@ -75,8 +75,8 @@ class RecurrentBlock(Op, name="recurrent_block", extension=True):
 
 
 def quantize_mixer(mixer: Any, format: str) -> Any:
-    """A sample's mixer with its linear layers in another format."""
-    linears = {name: value for name, value in mixer.items() if isinstance(value, Linear)}
+    """A sample's mixer with its linear layers in another format, but for that of gates, which has few rows."""
+    linears = {name: value for name, value in mixer.items() if isinstance(value, Linear) and name != "ba"}
     quantized = {name: replace(x, weight=replace(x.weight, format=format)) for name, x in linears.items()}
     return replace(mixer, **quantized)
 
