@@ -82,8 +82,7 @@ def test_same_answer(model, case, folders, alone):
     with LLM(folders / model, **{**OPTIONS, **options}) as llm:
         every, params = requests()
         if script:
-            expected = dict(zip(map(tuple, every), alone[model]))
-            llm.engine.speculator.proposer = Script(script, 4, lambda request: expected[tuple(request.prompt)])
+            draft_by_script(llm, script, every, alone[model])
         order = list(range(len(every)))
         for again in range(2):  # the second time in another order, and with prefixes in the cache
             got = llm.generate([every[i] for i in order], [params[i] for i in order])
@@ -94,6 +93,27 @@ def test_same_answer(model, case, folders, alone):
         assert room or stats["prefix_cache_hits_total"] > 0
         drafts, accepted = (stats.get(f"spec_decode_num_{kind}_tokens_total", 0) for kind in ("draft", "accepted"))
         assert drafts > accepted > 0 if script else spec is None or drafts > 0
+        check_nothing_is_lost(llm)
+
+
+def draft_by_script(llm, kind, every, tokens):
+    """Draft with a proposer that knows what each prompt gets."""
+    expected = dict(zip(map(tuple, every), tokens))
+    llm.engine.speculator.proposer = Script(kind, 4, lambda request: expected[tuple(request.prompt)])
+
+
+@pytest.mark.parametrize("model", STATES)
+def test_drafts_on_the_device_s_own_kernels(model, folders):
+    """In bfloat16, in which the cpu backend computes whole blocks with states, and with one rounding for all steps."""
+    options = {**OPTIONS, "dtype": "bfloat16", "deterministic": True}
+    every, params = requests()
+    with LLM(folders / model, **options) as llm:
+        expected = [r.token_ids for r in llm.generate(every, params)]
+    with LLM(folders / model, **options, speculative_config=NGRAM) as llm:
+        draft_by_script(llm, "alternate", every, expected)
+        assert [r.token_ids for r in llm.generate(every, params)] == expected
+        stats = llm.engine.stats()
+        assert stats["spec_decode_num_draft_tokens_total"] > stats["spec_decode_num_accepted_tokens_total"] > 0
         check_nothing_is_lost(llm)
 
 

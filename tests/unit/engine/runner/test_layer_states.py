@@ -181,6 +181,9 @@ def test_explain_and_estimate_say_it(tmp_path, capsys, monkeypatch):
         assert "whatever its length; " in capsys.readouterr().out
         assert main.main(["estimate", str(path), "--device", "cpu", "--json"]) == DONE
         assert json.loads(capsys.readouterr().out)["state_sequence_bytes"] == 2 * layers * LAYER
+        divided = ["--tensor-parallel-size", "2", "--json"]
+        assert main.main(["estimate", str(path), "--device", "cpu", *divided]) == DONE
+        assert json.loads(capsys.readouterr().out)["state_sequence_bytes"] == layers * LAYER
 
 
 @pytest.mark.parametrize("config", [LFM2, ONLY_STATES], ids=["hybrid", "only_states"])
