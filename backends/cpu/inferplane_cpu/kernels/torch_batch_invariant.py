@@ -27,6 +27,7 @@ def _has_no_kv_b_bias(op: Any) -> bool:
 
 
 ANY = When(dtypes=(torch.float32, torch.bfloat16, torch.float16))
+CHUNKS = When(ANY.dtypes, extensions=("attention.chunk",))
 LINEAR = When(ANY.dtypes, needs=(("plain activations, and a result as usual or in float32", _has_plain_activations),))
 LATENT = When(ANY.dtypes, needs=(("kv_b without bias", _has_no_kv_b_bias),))
 
@@ -68,22 +69,23 @@ def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Te
     return out.to(x.dtype)
 
 
-def _query_by_query(batch: Batch, kv: LayerKV) -> Any:
-    """`(row, first key, last key)` and the sequence's entries, one query token after the other."""
+def _query_by_query(batch: Batch, kv: LayerKV, chunk: int | None = None) -> Any:
+    """The row, the keys that it sees and the sequence's entries, one query token after the other."""
     window = kv.request.window
     for a, b, n, table in batch.rows():
         entries = kv.read(table, n)
         for row in range(a, b):
             seen = n - (b - 1 - row)
-            yield row, slice(0 if window is None else max(0, seen - window), seen), entries
+            first = 0 if window is None else max(0, seen - window)
+            yield row, slice(first if chunk is None else max(first, (seen - 1) // chunk * chunk), seen), entries
 
 
-@KERNELS("attention", "torch_batch_invariant", when=ANY, rank=RANK, batch_invariant=True, needs_host_lens=True)
+@KERNELS("attention", "torch_batch_invariant", when=CHUNKS, rank=RANK, batch_invariant=True, needs_host_lens=True)
 def attention(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """One query token at a time, over the keys it sees."""
     h, g = view.heads, view.kv.heads
     out = q.new_empty(q.shape[0], h, view.kv.v_dim)
-    for row, seen, entries in _query_by_query(batch, kv):
+    for row, seen, entries in _query_by_query(batch, kv, view.chunk):
         k, v = (t[seen].to(q.dtype).transpose(0, 1).contiguous()[None] for t in entries)
         queries = q[row].reshape(1, g, h // g, -1)
         out[row] = F.scaled_dot_product_attention(queries, k, v, scale=view.scale).reshape(h, -1)
