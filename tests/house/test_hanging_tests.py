@@ -59,7 +59,7 @@ def test_a_hanging_test_is_named_and_the_others_run(tmp_path: Path) -> None:
         "--color",
         "no",
     ]
-    command += ["-o", "faulthandler_timeout=5", "-p", "no:cacheprovider", str(path)]
+    command += ["-o", "faulthandler_timeout=12", "-p", "no:cacheprovider", str(path)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200, check=False)
     said = done.stdout + done.stderr
     crashed = set(re.findall(r"worker 'gw\d+' crashed while running '\S*::(\w+)'", said))
