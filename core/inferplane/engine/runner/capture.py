@@ -299,8 +299,8 @@ class DecodeSteps:
 
     def size_for(self, batch: Batch) -> Size | None:
         """The size whose capture may run a batch. None (the batch runs eagerly) when it is no decode step, no size
-        holds it, it has states unlike the cache, or rows would be padded and a sequence has fewer tokens than the
-        bucket has rows per sequence.
+        holds it, it has states unlike the cache, or rows would be padded beside states or where a sequence has fewer
+        tokens than the bucket has rows per sequence.
         """
         if batch.kind != "decode" or batch.block_tables.shape[1] > self.width:
             return None
@@ -309,6 +309,8 @@ class DecodeSteps:
         size = self.sizes.smallest_for(batch.seq_lens.shape[0], batch.max_query_tokens)
         if size is None or batch.tokens == batch.seq_lens.shape[0] * size.tokens:
             return size
+        if self.has_states:  # kernels of recurrences take padded rows after a sequence's own, not before them
+            return None
         lens = batch.host_lens
         return size if lens is not None and min(lens.seq_lens) >= size.tokens else None
 

@@ -212,7 +212,7 @@ def trial_batches(
     for trial in range(2):
         queries = []
         for i, own in enumerate(scratch.own):
-            rows = tokens if trial == 0 else draw(1, tokens)
+            rows = tokens if trial == 0 or scratch.states else draw(1, tokens)
             length = {(0, 0): most, (0, 1): tokens}.get((trial, i), draw(tokens, most))
             before = length - rows
             shared = [scratch.history[draw(0, len(scratch.history) - 1)] for _ in range(before // block)]

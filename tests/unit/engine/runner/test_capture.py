@@ -194,11 +194,20 @@ def test_sequences_shorter_than_a_bucket_s_tokens_run_as_they_are(made):
     assert steps.eager == 2, "nor where the host does not know"
 
 
-def test_steps_with_states_run_as_they_are(made):
+def test_steps_with_states_that_the_cache_has_not_run_as_they_are(made):
     backend, steps, _kv = made
     batch = batch_of([1], 4, state=StateSlots(1, 2))
     assert torch.equal(steps(batch)[0], steps.step(batch)[0])
     assert (steps.eager, steps.replayed, backend.recorded) == (1, 0, [])
+
+
+def test_no_rows_are_padded_beside_states(made):
+    """Sequences of a bucket have as many rows each as it has; there may be fewer sequences."""
+    _backend, steps, _kv = made
+    steps.has_states, state = True, StateSlots(1, 2)
+    assert steps.size_for(batch_of([2] * 3, 5, state=state)) == Size(4, 2)
+    assert steps.size_for(batch_of([2, 1], 5, state=state)) is None
+    assert steps.size_for(batch_of([2, 2], 5)) is None, "a cache with states and a step without"
 
 
 def test_a_device_that_records_nothing(made):
