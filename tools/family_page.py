@@ -14,6 +14,7 @@ import torch
 
 from inferplane.binding import Choice, Plan, PlanSettings, bind
 from inferplane.cli.evidence import Evidence
+from inferplane.errors import BindError
 from inferplane.models import ARCHITECTURES
 from inferplane.models.reading.normalize import SPELLINGS
 from inferplane.plugins import PluginHost
@@ -39,7 +40,7 @@ For each family of models the lines of its file in `core/inferplane/models/famil
   sizes that vendors' operators know (`tests/vendors/configs.py`), in bfloat16, on the device's first architecture. An
   op counts once, by its worst way in decode and prompt steps;
 - the level of proof of the ops that run by a kernel, the lowest of them ([levels](support-matrix.md)); with a star,
-  some of them have no evidence yet.
+  some of them have no evidence yet; "no plan" where the backend cannot run such a model at all.
 
 """
 
@@ -63,9 +64,13 @@ def page(host: PluginHost, evidence: Mapping[str, list[dict[str, Any]]], configs
         module = sys.modules[ARCHITECTURES[name].__module__].__name__.rpartition(".")[2]
         cells = [module, str(len((FAMILIES / f"{module}.py").read_text(encoding="utf-8").splitlines()))]
         for device in devices:
-            found = find_ways(host, device, first[name])
-            references |= {op for op, way in found.items() if way == "body"}
             named = sum(bool(names[name].search(line)) for line in code[device])
+            try:
+                found = find_ways(host, device, first[name])
+            except BindError:
+                cells.append(f"{named} · no plan")
+                continue
+            references |= {op for op, way in found.items() if way == "body"}
             level = _lowest_level(Evidence(evidence.get(device, [])), found)
             cells.append(f"{named} · {describe(found)} · {level}")
         rows.append("| " + " | ".join(cells) + " |")

@@ -25,6 +25,8 @@ from inferplane_cuda.backend import features_of
 from inferplane_cuda.kernels import kernels, products
 
 BF16 = torch.bfloat16
+EXPANDED = ("mxfp8", "nvfp4")
+"""Formats that no kernel here multiplies as they are stored: weights are expanded when they are read."""
 
 
 def answers(op, capability=(9, 0)):
@@ -51,6 +53,9 @@ def layers(format: str):
 def test_every_format_is_multiplied_as_it_is_stored(format, capability):
     for op in layers(format):
         served, refused = answers(op, capability)
+        if format in EXPANDED:
+            assert served == [] and any("weight format" in reason for reasons in refused.values() for reason in reasons)
+            continue
         assert served and served[0].startswith("triton:"), (op, refused)
         assert all(len(reason) > 10 for reasons in refused.values() for reason in reasons)
 

@@ -156,8 +156,8 @@ class _Fetch:
             return read_repository(self.connection, self.name)
         except DownloadError as error:
             if self.name.text.startswith(self.name.repository):
-                error.what = f"{self.name.text!r} is no folder, and is looked up on a hub: {error.what}"
-                error.args = (error.what,)
+                what = f"{self.name.text!r} is no folder, and is looked up on a hub: {error.what}"
+                raise DownloadError(what, there_is=error.there_is, remedy=error.remedy) from error
             raise
 
     def _announce(self, repository: Repository, files: Sequence[RemoteFile], missing: int) -> None:

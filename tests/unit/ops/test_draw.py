@@ -91,7 +91,8 @@ def test_weights_keep_activations_at_order_one():
     q = d.weight(placeholder(6, 130, 200, format="fp8_block"))
     assert isinstance(q, QTensor) and q.block == (128, 128) and q.shape == (6, 130, 200)
     made = torch.ones(3)
-    assert d.weight(Weight((), (3,), make=lambda: made)) is made
+    assert d.weight(Weight((), (3,), dtype=F32, make=lambda: made)) is made
+    assert d.weight(Weight((), (3,), make=lambda: made)).dtype is BF16, "as a constant of a model without a dtype"
 
 
 def test_a_draw_without_a_cache_cannot_step():

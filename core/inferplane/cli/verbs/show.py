@@ -84,6 +84,8 @@ def _table(data: dict[str, Any]) -> Table:
     from rich.table import Table
 
     grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column()
+    grid.add_column(overflow="fold")  # a path is shown whole, on several lines if need be
     folder = data["folder"] or "not in the cache"
     whole = "" if data["whole"] or data["folder"] is None else ", not whole (`inferplane pull` fetches the rest)"
     rows = [("model", data["model"]), ("commit", data["commit"]), ("folder", f"{folder}{whole}")]

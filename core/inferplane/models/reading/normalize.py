@@ -185,7 +185,7 @@ def _gather_rope(out: dict[str, Any]) -> None:
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind == "su" or (kind == "yarn" and settings.get("short_factor") is not None):
         kind = "longrope"  # as Phi-3 called it at first
-    if kind == "mrope":
+    if kind == "mrope" and settings.get("mrope_section") is not None:
         kind = "default"  # with positions by axis of an image, which tokens of text have all alike
     settings["rope_type"] = kind
     if kind in _WITH_ORIGINAL:

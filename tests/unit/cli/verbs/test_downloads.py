@@ -51,7 +51,7 @@ def test_pull_list_show_rm(cli, hub, tmp_path):
     }
     assert "org/demo" in cli("list")[1] and "qwen3:0.6b" in cli("list", "--names")[1]
     code, out, _ = cli("show", "hf:org/demo@main", "--offline")
-    assert code == DONE and COMMIT in out and "models--org--demo" in out
+    assert code == DONE and COMMIT in out and "models--org--demo" in "".join(out.split())
 
     code, out, err = cli("rm", "org/demo")
     assert code == DONE and "are free again" in err and not folder.exists()
