@@ -76,7 +76,8 @@ def test_experts_with_a_configuration_and_without(tokens, monkeypatch):
     x, gate_up, down = draw.normal(tokens, 64), draw.normal(5, 96, 64) / 8, draw.normal(5, 64, 48) / 7
     weights = draw.uniform(tokens, 2, low=0.1)
     ids = torch.stack([torch.tensor(draw.permutation(5)[:2]) for _ in range(tokens)])
-    view = SimpleNamespace(gate_up=moe.Marlin(gate_up), down=moe.Marlin(down), prepared=moe.LightopExperts())
+    packed = {"gate_up": moe.Marlin(gate_up), "down": moe.Marlin(down)}
+    view = SimpleNamespace(**packed, act="", prepared=moe.LightopExperts())
     products, looked_up = [], []
     product, config = view.prepared.product, view.prepared.config
     monkeypatch.setattr(view.prepared, "product", lambda *args: (products.append(args), product(*args)))
