@@ -81,7 +81,7 @@ def test_experts_in_int4(zero):
     packed = {name: moe.INT4_EXPERTS.fn(q) for name, q in quantized.items()}
     x, weights, ids = draw.normal(3, 128), draw.uniform(3, 2, low=0.1), torch.tensor([[0, 3], [1, 2], [3, 1]])
     got = moe.moe_experts_int4(SimpleNamespace(**packed), x, weights, ids).float()
-    op = SimpleNamespace(**quantized, partial=False)
+    op = SimpleNamespace(**quantized, partial=False, act="")
     want = OPS["moe_experts"].__call__(op, x, weights, ids).float()
     assert error(got, want) <= OPS["moe_experts"].tolerance[torch.bfloat16]
 
@@ -144,7 +144,7 @@ def test_one_block_along_a_row_would_be_read_as_rows():
 def test_single_tokens_among_many_stay_with_the_kernels_for_many():
     """A head size and a group for which the kernels for single tokens were not compiled."""
     request = KVRequest("gqa", 1, 96, 96)
-    op = SimpleNamespace(heads=9, kv=request, queries="many", scale=96**-0.5)
+    op = SimpleNamespace(heads=9, kv=request, queries="many", scale=96**-0.5, sinks=None)
     assert attention._has_many_queries(op) and not is_decode_compiled(96, 9, None)
     draw = Draw(9, torch.bfloat16)
     cache = draw.normal(2, 64, 1, 96), draw.normal(2, 64, 1, 96)
