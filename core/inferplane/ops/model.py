@@ -72,8 +72,8 @@ class DecoderLayer(Op, name="decoder_layer"):
         """Each pair of attention and MLP that the model families use, built from the samples of these blocks; clamped
         experts in three formats; a recurrence; attention that rotates a part of its heads."""
 
-        def layer(attn: Op, mlp: Op) -> DecoderLayer:
-            norm = lambda: AddRMSNorm(RMSNorm(placeholder(64), 1e-6))  # noqa: E731
+        def layer(attn: Op, mlp: Op, width: int) -> DecoderLayer:
+            norm = lambda: AddRMSNorm(RMSNorm(placeholder(width), 1e-6))  # noqa: E731
             return DecoderLayer(norm(), attn, norm(), mlp)  # type: ignore[arg-type]
 
         out: list[Sample] = []
@@ -83,12 +83,12 @@ class DecoderLayer(Op, name="decoder_layer"):
         assert isinstance(moe, MoE)
         moe = replace(moe, route=replace(moe.route, bias=decided))
 
-        def add(label: str, sample: Sample, other: Op) -> None:
+        def add(label: str, sample: Sample, other: Op, width: int = 64) -> None:
             def inputs(d: Draw) -> tuple[Any, ...]:
                 x, batch, kv = sample.inputs(d)
                 return x, d.normal(*x.shape), batch, kv
 
-            out.append(Sample(label, layer(sample.op, other), inputs, sample.step_kind))
+            out.append(Sample(label, layer(sample.op, other, width), inputs, sample.step_kind))
 
         for block, label in ((GQABlock, "gqa"), (MLABlock, "mla")):
             for sample in block.samples():
@@ -96,6 +96,8 @@ class DecoderLayer(Op, name="decoder_layer"):
                     add(f"{label}_mlp_{sample.label}", sample, mlp)
                     add(f"{label}_moe_{sample.label}", sample, moe)
         recurrent = {sample.label: sample for sample in RecurrentBlock.samples()}
+        narrow = GatedMLP(Linear(placeholder(64, 48)), Linear(placeholder(48, 32)))
+        add("conv_mlp_decode", recurrent["short_conv_decode"], narrow, 48)
         add("delta_mlp_decode", recurrent["gated_delta_net_decode"], mlp)
         add("delta_moe_decode", recurrent["gated_delta_net_grouped_decode"], moe)
         gated = next(sample for sample in GQABlock.samples() if sample.label == "gate_decode")
