@@ -44,10 +44,11 @@ def old_names(renamed: Mapping[str, str | NewName]) -> Callable[[type[C]], type[
 
     def decorate(cls: type[C]) -> type[C]:
         init = cls.__init__
+        has_no_old_name = frozenset(by_old).isdisjoint
 
         @functools.wraps(init)
         def accept_old_names(self: C, *args: Any, **options: Any) -> None:
-            if not by_old.keys().isdisjoint(options):
+            if not has_no_old_name(options):
                 for old in by_old.keys() & options.keys():
                     new = by_old[old]
                     if new.warns:

@@ -47,9 +47,9 @@ class LayerForm:
         """Whether it is the pre-norm layer."""
         return not self.parallel and self.factor == 1 and None not in self.before and self.after == (None, None)
 
-    def norm_before(self, build: Build, name: str) -> ops.AddRMSNorm | ops.AddNorm:
-        """Build a norm that first adds the residual."""
-        norm = self.norm(build, name, build.config.size("hidden_size"))
+    def norm_before(self, build: Build, name: str, width: int) -> ops.AddRMSNorm | ops.AddNorm:
+        """Build a norm of `width` entries that first adds the residual."""
+        norm = self.norm(build, name, width)
         return ops.AddRMSNorm(norm) if isinstance(norm, ops.RMSNorm) else ops.AddNorm(norm)
 
 
@@ -63,11 +63,11 @@ def decoder_layer(build: Build, i: int, attn: Any, mlp: Any, form: LayerForm = P
     def before(part: str | None, *blocks: Any) -> ops.AddRMSNorm | ops.AddNorm | None:
         if part is None:
             return None
-        norm = form.norm_before(build, f"{name}.{part}")
+        norm = form.norm_before(build, f"{name}.{part}", width)
         if isinstance(norm, ops.AddNorm):
             return norm
         quant = norm_output_quant(*(weight for block in blocks for weight in input_weights(block)))
-        return replace(norm, output_quant=quant)
+        return norm if quant is None else replace(norm, output_quant=quant)
 
     def after(part: str | None) -> Any:
         return None if part is None else form.norm(build, f"{name}.{part}", width)
@@ -152,7 +152,7 @@ def decoder_model(
         layers=ops.DecoderStack(
             tuple(decoder_layer(build, i, attn(i, f"{n}.self_attn"), mlp(i, f"{n}.mlp"), form) for i, n in names)
         ),
-        norm=form.norm_before(build, f"model.{form.last}"),
+        norm=form.norm_before(build, f"model.{form.last}", width),
         head=head if is_plain else ops.ScaledHead(head, logit_factor, logit_cap, bias),
         gather=build.gather(),
     )
