@@ -31,6 +31,7 @@ ARCHITECTURES = {
     "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
+    "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
 }
 
 
@@ -48,7 +49,9 @@ def sizes(writer, config):
         writer.add_head_count_kv(config["num_key_value_heads"])
         writer.add_key_length(head)
         writer.add_value_length(head)
-        writer.add_rope_dimension_count(head)
+        writer.add_rope_dimension_count(int(head * partial_rotation(config)))
+    if "linear_num_key_heads" in config:
+        states(writer, config)
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
     if "num_local_experts" in config:
@@ -60,6 +63,33 @@ def sizes(writer, config):
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
+
+
+def partial_rotation(config):
+    """The share of a head's entries that are rotated."""
+    return (config.get("rope_parameters") or {}).get("partial_rotary_factor", 1)
+
+
+def states(writer, config):
+    """Qwen3.5's part of the header: gated delta rules, and text's positions in three equal parts."""
+    pairs = int(config["head_dim"] * partial_rotation(config)) // 2
+    writer.add_rope_dimension_sections([pairs - 2 * (pairs // 3), pairs // 3, pairs // 3, 0])
+    writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+    writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
+
+
+def as_states(tensors):
+    """Qwen3.5's recurrent layers as llama.cpp stores them: a convolution is a matrix, decays are negative."""
+    for key, tensor in tensors:
+        if key.endswith("conv1d.weight"):
+            tensor = tensor.float().squeeze(1)
+        elif key.endswith("A_log"):
+            tensor = -tensor.float().exp()
+        yield key.replace(".dt_bias", ".dt_proj.bias"), tensor
 
 
 def latent_and_experts(writer, config):
@@ -147,13 +177,13 @@ def main():
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
     sizes(writer, config)
-    for key, tensor in as_clamped_experts(as_stacked(stored(folder), config)):
+    for key, tensor in as_clamped_experts(as_stacked(as_states(stored(folder)), config)):
         name = key if key.startswith("blk.") else names.get_name(key, (".weight", ".bias"))
         if key.endswith(".sinks"):
             name = names.get_name(key) + ".weight"
         if tensor.dtype is torch.uint8:
             writer.add_tensor(name, tensor.numpy(), raw_dtype=gguf.GGMLQuantizationType.MXFP4)
-        elif tensor.dim() == 1 or key.endswith(("mlp.gate.weight", "mlp.router.weight", "exps.bias")):
+        elif tensor.dim() == 1 or key.endswith(("conv1d.weight", "mlp.gate.weight", "mlp.router.weight", "exps.bias")):
             writer.add_tensor(name, tensor.float().numpy())
         elif precision == "bf16":
             writer.add_tensor(name, tensor.contiguous().view(torch.uint8).numpy(), raw_dtype=TYPES["bf16"])

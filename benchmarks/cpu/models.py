@@ -70,7 +70,7 @@ GPT_OSS_20B: dict[str, Any] = {
     "kind": "GptOss",
     "hidden_size": 2880,
     "intermediate_size": 2880,
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 6,
     "num_attention_heads": 64,
     "num_key_value_heads": 8,
     "head_dim": 64,
@@ -80,7 +80,7 @@ GPT_OSS_20B: dict[str, Any] = {
     "vocab_size": 201088,
     "tie_word_embeddings": False,
 }
-"""8 of 24 layers with 12 of 32 experts, or transformers, which dequantizes MXFP4, takes 40 GB; four are read for a
+"""6 of 24 layers with 12 of 32 experts, or transformers, which dequantizes MXFP4, takes 40 GB; four are read for a
 token, as in the whole model."""
 QWEN3_5_0_8B: dict[str, Any] = {
     "kind": "Qwen3_5",
