@@ -89,6 +89,31 @@ def test_tasks_behind_those_of_another_limiter_have_few_passes_while_these_wait(
     asyncio.run(work())
 
 
+def test_clients_take_turns_and_one_with_many_requests_delays_its_own():
+    async def work() -> None:
+        limiter = LoopPassLimiter()
+        went: list[tuple[str, int]] = []
+
+        async def one(client: str, i: int) -> None:
+            await limiter.wait(client)
+            went.append((client, i))
+
+        tasks = [asyncio.create_task(one("many", i)) for i in range(40)]
+        await asyncio.sleep(0)  # one of them has continued, the others wait
+        tasks += [asyncio.create_task(one(name, i)) for i in range(2) for name in ("few", "other")]
+        await asyncio.sleep(0)
+        tasks[20].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        first = went.index(("few", 0))
+        assert first <= 4
+        order = [client for client, _ in went[first : first + 7]]
+        assert order == ["few", "other", "many", "few", "other", "many", "many"], went
+        assert [i for client, i in went if client == "many"] == [i for i in range(40) if i != 20]
+        assert not limiter._waiting
+
+    asyncio.run(work())
+
+
 async def post(app: Any, path: str, body: bytes) -> tuple[list[Any], dict[str, Any], str]:
     """Return what an application sends for a POST, its facts for the log, and what it raises."""
     given = iter([{"type": "http.request", "body": body, "more_body": False}])

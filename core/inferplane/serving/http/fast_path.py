@@ -8,7 +8,7 @@ to answer in the dialect of its sender. Accepted requests continue one by one.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, MutableMapping
 from typing import Any
 
@@ -21,12 +21,13 @@ from inferplane.serving.shared_state.slots import SlotReservation
 from inferplane.serving.tracing import trace_headers
 from inferplane.serving.wire import parse
 
-MAX_SKIPPED_PASSES = 8
+MAX_SKIPPED_PASSES = 2
 """Most passes in succession in which a limiter lets none of its tasks continue, because those of another one do."""
 
 
 class LoopPassLimiter:
-    """Lets a few tasks continue per pass of the event loop, so that the loop does other work in between.
+    """Lets a few tasks continue per pass of the event loop, so that the loop does other work in between. Clients take
+    turns: one that sends many requests at once delays its own, hardly those of others.
 
     Args:
         per_pass: how many.
@@ -34,20 +35,23 @@ class LoopPassLimiter:
     """
 
     def __init__(self, per_pass: int = 1, after: LoopPassLimiter | None = None) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        """Tasks that wait, by client; the client whose turn is next comes first."""
         self._per_pass = self._left = per_pass
         self._after, self._skipped = after, 0
         self._is_scheduled = False
         """Whether the event loop will call `_begin_pass`."""
 
-    async def wait(self) -> None:
-        """Wait until this task may continue; the first tasks of a pass continue at once, others in their order."""
+    async def wait(self, client: str = "") -> None:
+        """Wait until this task may continue. The first tasks of a pass continue at once; others wait in their order,
+        one task of each client after the other.
+        """
         self._schedule()
         if self._left and not self._waiting and not self._must_skip():
             self._left -= 1
             return
         waiter = asyncio.get_running_loop().create_future()
-        self._waiting.append(waiter)
+        self._waiting.setdefault(client, deque()).append(waiter)
         await waiter
 
     def _must_skip(self) -> bool:
@@ -75,7 +79,10 @@ class LoopPassLimiter:
             return
         self._skipped = 0
         while self._waiting and self._left:
-            waiter = self._waiting.popleft()
+            client, tasks = self._waiting.popitem(last=False)
+            waiter = tasks.popleft()
+            if tasks:
+                self._waiting[client] = tasks  # behind the other clients
             if not waiter.done():  # done: its client has left
                 waiter.set_result(None)
                 self._left -= 1

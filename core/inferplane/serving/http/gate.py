@@ -19,9 +19,9 @@ from inferplane.serving.bodies import object_bytes
 from inferplane.serving.errors import ApiError, internal
 from inferplane.serving.http.chunks import ChunkWriter
 from inferplane.serving.http.fast_path import AdmissionFastPath, LoopPassLimiter
-from inferplane.serving.http.protocol import MAX_HEADER_BYTES
+from inferplane.serving.http.protocol import MAX_HEADER_BYTES, address_group
 from inferplane.serving.http.scope import CONTEXT, App, Message, Receive, RequestContext, Scope, Send
-from inferplane.serving.keys import Keys, host_check
+from inferplane.serving.keys import AccessKey, Keys, host_check
 from inferplane.serving.rendering import encode_json
 from inferplane.serving.settings import ServerSettings
 from inferplane.serving.wire import ID_PATTERN
@@ -78,8 +78,11 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        await (self.probing if scope["path"] in OPEN else self.beginning).wait()
-        request = GatedRequest(self, scope, receive, send)
+        key = self.keys.find(scope["headers"], browser=scope["path"] in PAGE)
+        address = scope.get("client")
+        client = key.name if key is not None else address_group(address[0]) if address else ""
+        await (self.probing if scope["path"] in OPEN else self.beginning).wait(client)
+        request = GatedRequest(self, scope, receive, send, key, client)
         try:
             await request.run()
         finally:
@@ -110,10 +113,15 @@ class GatedRequest:
         scope: of ASGI, as are `receive` and `send`.
         receive: see above.
         send: see above.
+        key: the key that the client sent.
+        client: the key's name, or the address of a client without one: with whom it takes turns.
     """
 
-    def __init__(self, gate: Gate, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(
+        self, gate: Gate, scope: Scope, receive: Receive, send: Send, key: AccessKey | None, client: str
+    ) -> None:
         self._gate, self._scope, self._receive, self._send = gate, scope, receive, send
+        self._client = client
         self._started = time.monotonic()
         self._status: int | None = None
         self._complete = False
@@ -125,7 +133,6 @@ class GatedRequest:
         sent_ids = [value.decode("latin-1") for value in self._header(b"x-request-id")]
         valid = len(sent_ids) == 1 and re.match(ID_PATTERN, sent_ids[0]) is not None
         request_id = sent_ids[0] if valid else uuid.uuid4().hex
-        key = gate.keys.find(scope["headers"], browser=scope["path"] in PAGE)
         self._context = scope[CONTEXT] = RequestContext(request_id, ChunkWriter(self._send_watched), key)
         if key is not None:
             self._context.facts["key"] = key.name
@@ -293,9 +300,9 @@ class GatedRequest:
         forget = when_lost(self._on_client_left) if when_lost is not None else None
         try:
             if self._context.reservation is not None:
-                await self._gate.generating.wait()
+                await self._gate.generating.wait(self._client)
             elif scope["path"] not in OPEN:
-                await self._gate.routing.wait()
+                await self._gate.routing.wait(self._client)
             await self._gate.app(scope, receive, self._send_watched)
         except asyncio.CancelledError:
             if not self._client_left:

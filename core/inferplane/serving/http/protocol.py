@@ -57,7 +57,7 @@ class AddressLimit:
 
     def acquire(self, address: str) -> Callable[[], None] | None:
         """Count a connection; return what its end has to call, or None if the address has as many as it may."""
-        name = _address_group(address)
+        name = address_group(address)
         if self._open[name] >= self.max_connections:
             return None
         self._open[name] += 1
@@ -82,7 +82,7 @@ class AddressLimit:
 
 
 @lru_cache(1024)
-def _address_group(address: str) -> str:
+def address_group(address: str) -> str:
     """Return what addresses of one client have in common."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
