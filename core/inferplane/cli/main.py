@@ -30,6 +30,7 @@ VERBS = {
     "serve": "serve a model over HTTP",
     "pull": "download a model, or its newest revision",
     "list": "list the models in the cache, and the short names",
+    "convert": "write a GGUF model as a folder in the Hugging Face layout",
     "show": "show what a name stands for, where it lies and which files it has",
     "rm": "remove a model from the cache",
     "config": "show the settings of `serve` and where each comes from",

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from inferplane.errors import InferplaneError
+from inferplane.hub.gguf_files import choose_files, group_files
 from inferplane.hub.names import ModelName
 from inferplane.hub.repository import (
     CONFIG,
@@ -75,7 +77,16 @@ class CachedSnapshot:
     @property
     def is_whole(self) -> bool:
         """Whether all is there that running the model reads."""
-        return self.has_config and self.has_weights and self.has_tokenizer
+        return (self.has_config and self.has_weights and self.has_tokenizer) or (
+            not self.has_config and bool(group_files(path.name for path in self.folder.iterdir() if path.is_file()))
+        )
+
+    def find_gguf(self, name: ModelName) -> str | None:
+        """The GGUF file that a name chooses, or its first shard; None if it is not there, or shards are missing."""
+        try:
+            return choose_files((p.name for p in self.folder.iterdir() if p.is_file()), name.part, name.full)[0]
+        except InferplaneError:
+            return None
 
     def files(self) -> dict[str, int]:
         """File name -> bytes."""

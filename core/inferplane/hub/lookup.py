@@ -31,7 +31,12 @@ def find(name: ModelName, settings: HubSettings | None = None) -> Location | Non
         return modelscope.find(name)
     settings = settings or HubSettings.from_environment()
     snapshot = RepositoryCache(settings.cache, name.repository).find(name.revision)
-    return Location(snapshot.folder, snapshot.commit) if snapshot is not None and snapshot.is_whole else None
+    if snapshot is None:
+        return None
+    if name.part is not None or not snapshot.has_config:
+        file = snapshot.find_gguf(name)
+        return None if file is None else Location(snapshot.folder, snapshot.commit, file)
+    return Location(snapshot.folder, snapshot.commit) if snapshot.is_whole else None
 
 
 def locate(
@@ -54,15 +59,13 @@ def locate(
     Raises:
         InferplaneError: as `fetch`.
     """
-    if name.part is not None:
-        raise no_gguf(name)
     settings = settings or HubSettings.from_environment()
     if found := find(name, settings):
         return found
     if name.source != MODELSCOPE:
         snapshot = RepositoryCache(settings.cache, name.repository).find(name.revision)
         # Without a tokenizer a model runs on token ids; whether the repository has one only the hub knows.
-        has_config = snapshot is not None and snapshot.has_config
+        has_config = snapshot is not None and snapshot.has_config and name.part is None
         if snapshot is not None and has_config and (configs or (settings.offline and snapshot.has_weights)):
             return Location(snapshot.folder, snapshot.commit)
     return fetch(name, configs=configs, settings=settings, progress=progress, check=check)
@@ -92,7 +95,7 @@ def fetch(
         CheckpointError: the repository has no weights that are read, or a file does not have its hash.
     """
     settings = settings or HubSettings.from_environment()
-    if name.part is not None:
+    if name.part is not None and name.source == MODELSCOPE:
         raise no_gguf(name)
     if settings.offline:
         raise _not_in_cache(name, settings)
@@ -119,6 +122,8 @@ class _Fetch:
         repository = self._read_repository()
         repository.check_kind()
         folder = self.cache.snapshots / repository.commit
+        if repository.is_gguf:
+            return self._run_gguf(repository, folder)
         if check is not None and not configs and not CachedSnapshot(folder, repository.commit).has_weights:
             self._check_disk(repository.configs())
             self._download_all(repository, repository.configs(), SILENT)
@@ -131,12 +136,26 @@ class _Fetch:
         if missing and not configs:
             self._announce(repository, files, missing)
         self._download_all(repository, files, self.progress)
+        if not configs or self.cache.find(self.name.revision) is None:  # configs replace no whole snapshot
+            self._write_reference(repository.commit)
+        return Location(folder, repository.commit)
+
+    def _run_gguf(self, repository: Repository, folder: Path) -> Location:
+        """Download a GGUF file, or all its shards: it has its config and tokenizer inside."""
+        files = repository.gguf_files()
+        self._check_disk(files)
+        if missing := self._missing_bytes(files):
+            self._announce(repository, files, missing)
+        self._download_all(repository, files, self.progress)
+        self._write_reference(repository.commit)
+        return Location(folder, repository.commit, files[0].name)
+
+    def _write_reference(self, commit: str) -> None:
+        """Note which commit the name's revision has."""
         try:
-            if not configs or self.cache.find(self.name.revision) is None:  # configs replace no whole snapshot
-                self.cache.write_reference(self.name.revision, repository.commit)
+            self.cache.write_reference(self.name.revision, commit)
         except OSError as error:
             raise disk_error(error, self.cache.folder) from error
-        return Location(folder, repository.commit)
 
     def _download_all(self, repository: Repository, files: Sequence[RemoteFile], progress: DownloadProgress) -> None:
         """Download files, and give them their names when all are there: what finds weights finds all of them."""

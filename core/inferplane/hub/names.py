@@ -26,7 +26,10 @@ _NAME = re.compile(rf"(?P<repository>{_PART}/{_PART})(?:@(?P<revision>[^:@\s]+))
 _SHORT = re.compile(rf"{_PART}(?::{_PART})?", re.ASCII)
 _FILES = (".gguf", ".safetensors", ".json", ".yaml", ".bin")
 """Ends of texts that are paths, rather than plain names of repositories."""
-FORMS = "a folder in the Hugging Face layout, hf:ORG/NAME[@REVISION], ORG/NAME, ms:ORG/NAME, or a short name"
+FORMS = (
+    "a folder in the Hugging Face layout, a GGUF file, hf:ORG/NAME[@REVISION][:FILE or quantization], ORG/NAME, "
+    "ms:ORG/NAME, or a short name"
+)
 """What a user may write for a model."""
 
 

@@ -16,6 +16,8 @@ from urllib.parse import quote
 
 from inferplane.errors import CheckpointError, DownloadError, UsageError, first_of
 from inferplane.hub.connection import HubConnection
+from inferplane.hub.gguf_files import SUFFIX as GGUF
+from inferplane.hub.gguf_files import choose_files
 from inferplane.hub.names import ModelName, near_short_names
 
 CONFIG, PARAMS = "config.json", "params.json"
@@ -27,7 +29,6 @@ TOKENIZERS = (
 TOKENIZER_PATTERNS = ("*.model", "*.model.v*", "*.tiktoken")
 SINGLE, INDEX_PATTERN, SUFFIX = "model.safetensors", "*.safetensors.index*.json", ".safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-GGUF = ".gguf"
 DEFAULT_REVISION = "main"
 MAX_SMALL_BYTES = 2**29
 """Largest file beside the weights: the largest known tokenizer has 34 MB."""
@@ -123,18 +124,34 @@ class Repository:
             )
         return [index, *(file for file in self.files if file.name in names)]
 
+    @property
+    def is_gguf(self) -> bool:
+        """Whether the model is a GGUF file: the name chooses one, or there are no other weights."""
+        names = [file.name for file in self.files]
+        has_files, has_tensors = (any(name.endswith(suffix) for name in names) for suffix in (GGUF, SUFFIX))
+        return self.name.part is not None or (has_files and not has_tensors)
+
+    def gguf_files(self) -> list[RemoteFile]:
+        """The GGUF file that the name chooses, or all its shards.
+
+        Raises:
+            UsageError: there is none, or there are several. CheckpointError: shards are missing.
+        """
+        names = choose_files((file.name for file in self.files), self.name.part, self.name.full)
+        return [file for name in names if (file := self.find(name)) is not None]
+
     def check_kind(self) -> None:
         """Refuse a repository whose files are not read, by name, before anything is fetched.
 
         Raises:
-            UsageError: it holds GGUF files, or the name chooses one of its files.
+            UsageError: the name chooses none of its GGUF files, or several.
             CheckpointError: it holds no config, or weights in pickles alone, or none.
         """
+        if self.is_gguf:
+            self.gguf_files()
+            return
         names = [file.name for file in self.files]
-        gguf = [name for name in names if name.endswith(GGUF)]
         has_tensors = any(name.endswith(SUFFIX) for name in names)
-        if self.name.part is not None or (gguf and not has_tensors):
-            raise no_gguf(self.name)
         if CONFIG not in names and PARAMS not in names:
             kind = ", but a LoRA adapter" if "adapter_config.json" in names else ""
             kind = ", but a pipeline of several models" if "model_index.json" in names else kind
@@ -154,11 +171,11 @@ class Repository:
 
 
 def no_gguf(name: ModelName) -> UsageError:
-    """The error for a name of GGUF files."""
+    """The error for GGUF files of a hub from which they are not fetched."""
     return UsageError(
-        f"{name.full} names GGUF files, which are not read yet.",
-        there_is="repositories with safetensors",
-        remedy="name the repository that they were made from",
+        f"{name.full} names GGUF files, which are fetched from Hugging Face only.",
+        there_is="names as hf:ORG/NAME:Q4_K_M; files on this machine",
+        remedy="fetch the file by other means, and pass its path",
     )
 
 
@@ -235,4 +252,4 @@ def _shards(content: bytes, where: str) -> list[str]:
 
 def weight_bytes(files: Sequence[RemoteFile]) -> int:
     """Bytes of the files with weights among these."""
-    return sum(file.size for file in files if file.name.endswith(SUFFIX))
+    return sum(file.size for file in files if file.name.endswith((SUFFIX, GGUF)))

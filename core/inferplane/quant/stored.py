@@ -109,6 +109,8 @@ def read_quant_config(
     if not settings:
         return QuantFormats()
     method = settings.get("quant_method")
+    if method == "gguf":  # GGUF files: values are expanded while they are read
+        return QuantFormats()
     check_instructions(str(method), settings)
     if method == "mxfp4" and names is None:
         return QuantFormats(lambda name: "mxfp4" if ".experts." in name else PLAIN)

@@ -148,7 +148,7 @@ WITH_DEVICE = [verb for verb in VERBS if "--device" in verb_parser(verb)[0]._opt
 
 
 def test_all_verbs_that_run_a_model_take_a_device():
-    assert set(VERBS) - set(WITH_DEVICE) == {"devices", "doctor", "pull", "list", "show", "rm"}
+    assert set(VERBS) - set(WITH_DEVICE) == {"devices", "doctor", "pull", "list", "convert", "show", "rm"}
 
 
 @pytest.mark.parametrize("verb", WITH_DEVICE)

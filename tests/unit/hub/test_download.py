@@ -373,7 +373,7 @@ def test_a_wrong_token(server, settings):
             CheckpointError,
             r"pickles alone.*pytorch_model\.bin, which may",
         ),
-        ({"a-Q4_K_M.gguf": b"x", "config.json": b"{}"}, UsageError, "GGUF files, which are not read yet"),
+        ({"a-Q4_K_M.gguf": b"x", "a-Q8_0.gguf": b"x"}, UsageError, "may be 2 GGUF models: a-Q4_K_M, a-Q8_0"),
         ({**SMALL}, CheckpointError, "has no weights"),
         ({"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"}, CheckpointError, "but a LoRA adapter"),
         ({"model_index.json": b"{}", "a.safetensors": b"x"}, CheckpointError, "a pipeline of several models"),

@@ -1,7 +1,7 @@
 """Download a model, or the newest revision of one that is in the cache; prints the folder.
 
-Only files that are read are downloaded: config, safetensors, tokenizer and chat template; never pickles. An interrupted
-download goes on where it was; sizes and hashes are checked.
+Only files that are read are downloaded: config, safetensors, tokenizer and chat template, or one GGUF file with its
+shards; never pickles. An interrupted download goes on where it was; sizes and hashes are checked.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ def add_arguments(parser: Parser) -> None:
     parser.usage = f"{parser.prog} NAME [options]"
     add_name(parser)
     add_json(parser)
-    add_examples(parser, "qwen3:0.6b", "hf:HuggingFaceTB/SmolLM2-135M-Instruct@main", "ms:Qwen/Qwen3-0.6B")
+    add_examples(parser, "qwen3:0.6b", "hf:HuggingFaceTB/SmolLM2-135M-Instruct@main", "hf:ORG/NAME-GGUF:Q4_K_M")
 
 
 def add_name(parser: Parser) -> None:
     """The positional NAME."""
-    parser.add_argument("name", metavar="NAME", help="hf:ORG/NAME[@REVISION], ORG/NAME, ms:ORG/NAME, or a short name")
+    parser.add_argument(
+        "name", metavar="NAME", help="hf:ORG/NAME[@REVISION][:FILE], ORG/NAME, ms:ORG/NAME, or a short name"
+    )
 
 
 def as_name(text: str) -> ModelName:
@@ -65,7 +67,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     size = sum(path.stat().st_size for path in found.folder.iterdir() if path.is_file())
     if args.json:
         data = {"schema": SCHEMA, "model": args.name, "repository": name.repository, "source": name.source}
-        screen.facts({**data, "commit": found.commit, "folder": str(found.folder), "bytes": size})
+        screen.facts({**data, "commit": found.commit, "folder": str(found.path), "bytes": size})
     else:
-        screen.stream(f"{found.folder}\n")
+        screen.stream(f"{found.path}\n")
     return 0

@@ -87,7 +87,7 @@ OTHER_OPTIONS: tuple[OtherOption, ...] = tuple(
         (SGLANG, "speculative_draft_model_path", "speculative_model"),
         (SGLANG, "lora_paths", "", MERGE),
         (SGLANG, "schedule_policy", "", "each request has a priority"),
-        (LLAMA_CPP, "m hf_repo", "model", "a folder of safetensors instead of GGUF", "the word behind the verb"),
+        (LLAMA_CPP, "m hf_repo", "model", "a GGUF file or hf:ORG/NAME:Q4_K_M", "the word behind the verb"),
         (LLAMA_CPP, "ctx_size c", "max_model_len", "tokens of one sequence, not of all slots together"),
         (LLAMA_CPP, "n_gpu_layers gpu_layers ngl", "device", "all layers are on it"),
         (LLAMA_CPP, "main_gpu", "index"),

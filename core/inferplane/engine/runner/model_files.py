@@ -10,8 +10,10 @@ from typing import Any
 
 from inferplane.engine.request.tokenizer_loading import has_vocabulary
 from inferplane.errors import CheckpointError, UsageError
+from inferplane.gguf.opened import GGUFModel, find_file
 from inferplane.hub import FORMS, locate, near_short_names, parse_name
 from inferplane.models import Config, SafetensorsFolder, as_config, constructor
+from inferplane.models.reading.gguf_source import GGUFSource
 from inferplane.models.reading.names import canonical_names, settle_head
 from inferplane.models.reading.normalize import complaints
 from inferplane.plugins import host
@@ -34,11 +36,12 @@ def check_architecture(folder: Path) -> None:
 
 
 class ModelFiles:
-    """A model's config, and its folder if it has one.
+    """A model's config, and its folder if it has one. That of a GGUF file holds what is derived from it: its config,
+    and its tokenizer's files.
 
     Args:
-        model: "demo" or another name of `SHIPPED`, a folder in the Hugging Face layout, a name on a hub (a string), a
-            mapping with a config's entries, or a transformers config.
+        model: "demo" or another name of `SHIPPED`, a folder in the Hugging Face layout, a GGUF file or its first shard,
+            a name on a hub (a string), a mapping with a config's entries, or a transformers config.
         configs: of a name on a hub only the config is downloaded, if it is not in the cache.
         check: called with the folder of a name's configs before its weights are downloaded; may raise.
 
@@ -50,11 +53,23 @@ class ModelFiles:
 
     def __init__(self, model: Any, *, configs: bool = False, check: Callable[[Path], None] | None = None) -> None:
         self.folder: Path | None = None
+        self._gguf: GGUFModel | None = None
+        self._source: SafetensorsFolder | GGUFSource | None = None
         if isinstance(model, (str, Path)):
             self.name = str(model)
             self.folder = SHIPPED.get(str(model)) or Path(model).expanduser()
             if isinstance(model, str) and not self.folder.exists() and (name := parse_name(model)):
-                self.folder = locate(name, configs=configs, check=check).folder
+                self.folder = locate(name, configs=configs, check=check).path
+            if (file := find_file(self.folder)) is not None:
+                self._gguf = GGUFModel.open(file)
+                self.config = Config(self._gguf.entries, str(file))
+                self._source = GGUFSource(
+                    self._gguf.header, self._gguf.meta, partial(canonical_names, config=self.config)
+                )
+                if (packed := self._source.quantization()) is not None:
+                    self.config["quantization_config"] = packed
+                self.folder = self._gguf.derive_folder()
+                return
             if not self.folder.is_dir():
                 if model in SHIPPED:
                     tool = "train_demo.py" if model == DEMO else "train_drafts.py"
@@ -71,12 +86,11 @@ class ModelFiles:
         else:
             self.config = as_config(model)
             self.name = self.config.architecture
-        self._source: SafetensorsFolder | None = None
 
     @property
     def has_weights(self) -> bool:
-        """Whether the folder holds weights, also pickled ones (which are then refused by name)."""
-        return self.has_safetensors or self._has_pickled()
+        """Whether there are weights, also pickled ones (which are then refused by name)."""
+        return self._gguf is not None or self.has_safetensors or self._has_pickled()
 
     @property
     def has_safetensors(self) -> bool:
@@ -92,7 +106,7 @@ class ModelFiles:
         """Whether the folder holds weights in pickled files, which are never read."""
         return self.folder is not None and any(p.suffix in (".bin", ".pt", ".pth") for p in self.folder.iterdir())
 
-    def source(self) -> SafetensorsFolder:
+    def source(self) -> SafetensorsFolder | GGUFSource:
         """The checkpoint's tensors, to be read by name; opened, and their headers read, at the first call.
 
         Raises:
@@ -123,8 +137,6 @@ class ModelFiles:
 
 def _what_it_is(name: str, path: Path) -> str:
     """What a model is that is no folder, for an error: empty if nothing is known."""
-    if path.suffix == ".gguf":
-        return ", but a GGUF file, which is not read"
     if path.is_file():
         return ", but a file"
     return ", but an address of which nothing is downloaded" if ADDRESS.fullmatch(name) else ""
@@ -132,12 +144,10 @@ def _what_it_is(name: str, path: Path) -> str:
 
 def _how_to_get_a_folder(name: str, path: Path) -> str:
     """What to do about a model that is no folder."""
-    if path.suffix == ".gguf":
-        return "fetch the checkpoint that it was made from, in safetensors, and pass its folder"
     if path.is_file():
         return f"pass its folder, {path.parent}"
     if name.startswith("ollama:"):
-        return "fetch the checkpoint that it was made from, in safetensors, and pass its folder (ollama's are GGUF)"
+        return "pass the GGUF file that ollama keeps (`ollama show --modelfile NAME` names it after FROM)"
     if near := near_short_names(name):
         return f"perhaps {near[0]} was meant"
     return "check the name, or pass the folder of the model's files"

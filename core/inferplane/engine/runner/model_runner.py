@@ -22,6 +22,7 @@ from inferplane.errors import CapacityError, UsageError, warn
 from inferplane.kvcache import TablePlan
 from inferplane.models import SafetensorsFolder
 from inferplane.models.families.eagle import WithEagle
+from inferplane.models.reading.gguf_source import GGUFSource
 from inferplane.models.reading.names import check_frequencies
 from inferplane.plugins import Event, PluginHost
 from inferplane.quant import explain_no_savings
@@ -122,7 +123,7 @@ class Runner(PlannedModel):
     def _load(self, progress: Callable[[int, int], None] | None) -> None:
         """Read and pack the weights, warn about what is odd in them, and link the bound ops with them (`steps`)."""
         with self.measure_phase("load"), contextlib.ExitStack() as opened:
-            source: DummySource | SafetensorsFolder | WithEagle = DummySource()
+            source: DummySource | SafetensorsFolder | GGUFSource | WithEagle = DummySource()
             if self.options.load_format != "dummy":
                 source = self.files.source()
                 if self.options.eagle is not None:

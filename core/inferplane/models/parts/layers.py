@@ -5,7 +5,7 @@ Names of weights are those of Hugging Face checkpoints, in which these families 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -252,7 +252,9 @@ def needs_stored_parts(build: Build) -> bool:
     Raises:
         UnsupportedModelError: several ranks would have to share a quantized one.
     """
-    whole = build.config.get("quantization_config") is not None
+    settings = build.config.get("quantization_config")
+    in_rows = isinstance(settings, Mapping) and settings.get("quant_method") == "gguf"  # whose scales lie in the rows
+    whole = settings is not None and not in_rows
     if whole and build.placement.tp_size > 1:
         raise UnsupportedModelError(
             f"{build.config.name}: quantized projections that are stored as one, on several ranks.",

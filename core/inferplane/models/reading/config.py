@@ -36,7 +36,7 @@ OTHER_KINDS = (
         ": it is a LoRA adapter",
         "merge it into its base model (peft: merge_and_unload), save that",
     ),
-    ("*.gguf", ", but a GGUF file", "fetch the checkpoint that it was made from, in safetensors, and pass its folder"),
+    ("*.gguf", ", but a GGUF file", "pass this file"),
     (
         "params.json",
         ", but the params.json of Mistral's or Meta's own layout",

@@ -13,6 +13,7 @@ from inferplane.errors import first_of, warn
 from inferplane.models.reading import mistral_format
 from inferplane.models.reading.checkpoint import SafetensorsFolder
 from inferplane.models.reading.config import MAX_SIZE, Config
+from inferplane.models.reading.gguf_source import GGUFSource
 from inferplane.models.reading.normalize import EXPERT_NAMES, SPELLINGS, TEXT_PART_OF, ExpertNames
 from inferplane.models.reading.safetensors_header import Entry
 from inferplane.models.reading.stacked_experts import split_stacks
@@ -159,7 +160,7 @@ def _split_parts(name: str, entry: Entry, config: Config) -> Iterator[tuple[str,
         start += nbytes
 
 
-def settle_head(config: Config, source: SafetensorsFolder) -> Config:
+def settle_head(config: Config, source: SafetensorsFolder | GGUFSource) -> Config:
     """Return the config with `tie_word_embeddings` as the tensors of the checkpoint have it.
 
     A head of its own beside an embedding that the config ties to it is used, as in transformers 5, with a warning. A
@@ -180,7 +181,7 @@ def settle_head(config: Config, source: SafetensorsFolder) -> Config:
     return Config({**config, "tie_word_embeddings": True}, config.name)
 
 
-def check_frequencies(config: Config, source: SafetensorsFolder, ignored: Iterable[str]) -> None:
+def check_frequencies(config: Config, source: SafetensorsFolder | GGUFSource, ignored: Iterable[str]) -> None:
     """Warn of rotary frequencies that are stored in a checkpoint and not read, if the config gives others.
 
     Args:

@@ -1,0 +1,56 @@
+"""Types of GGUF tensors: how many values a block has, and how many bytes. Source: ggml's ggml-common.h."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class TensorType(NamedTuple):
+    """A type of tensors: its name, and the values and bytes of a block. A row is a whole number of blocks."""
+
+    name: str
+    block: int
+    nbytes: int
+
+
+READ = {
+    0: TensorType("F32", 1, 4),
+    1: TensorType("F16", 1, 2),
+    2: TensorType("Q4_0", 32, 18),
+    3: TensorType("Q4_1", 32, 20),
+    6: TensorType("Q5_0", 32, 22),
+    7: TensorType("Q5_1", 32, 24),
+    8: TensorType("Q8_0", 32, 34),
+    10: TensorType("Q2_K", 256, 84),
+    11: TensorType("Q3_K", 256, 110),
+    12: TensorType("Q4_K", 256, 144),
+    13: TensorType("Q5_K", 256, 176),
+    14: TensorType("Q6_K", 256, 210),
+    20: TensorType("IQ4_NL", 32, 18),
+    23: TensorType("IQ4_XS", 256, 136),
+    30: TensorType("BF16", 1, 2),
+    34: TensorType("TQ1_0", 256, 54),
+    35: TensorType("TQ2_0", 256, 66),
+    39: TensorType("MXFP4", 32, 17),
+}
+"""The types that are read, by their number in files."""
+NOT_READ = {
+    9: "Q8_1",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    40: "NVFP4",
+}
+"""Names of types that are not read, for errors."""
+PLAIN = ("F32", "F16", "BF16")
+"""The types whose blocks are single values."""

@@ -1,0 +1,79 @@
+"""Models in GGUF files: the logits are those of the folder that `convert` writes, and every verb takes one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from inferplane import LLM, SamplingParams
+from inferplane.cli.main import main
+from inferplane.engine import ModelFiles
+from inferplane.errors import UsageError
+from inferplane.models.convert import convert
+from tests.unit.gguf.files import llama, write
+
+PROMPT = [1, 5, 9, 30]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """A cache of this module's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """A Llama of one layer with matrices in Q8_0."""
+    return write(tmp_path_factory.mktemp("gguf") / "tiny-Q8_0.gguf", llama("Q8_0"))
+
+
+def logits_of(model):
+    with LLM(model, device="cpu", dtype="float32", max_num_seqs=1, max_model_len=64) as llm:
+        ids = llm.generate([PROMPT], SamplingParams(max_tokens=4, temperature=0))[0].token_ids
+        return torch.as_tensor(llm.logits([PROMPT])[0]), list(ids)
+
+
+def test_a_file_and_the_folder_made_from_it(file, tmp_path):
+    convert(file, tmp_path / "folder")
+    (got, ids), (want, wanted) = logits_of(file), logits_of(tmp_path / "folder")
+    assert want.isfinite().all() and want.std() > 0
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max() and ids == wanted
+    with pytest.raises(UsageError, match="exists"):
+        convert(file, tmp_path / "folder")
+
+
+def test_a_folder_with_one_file(file, tmp_path):
+    (tmp_path / "model.gguf").symlink_to(file)
+    (tmp_path / "mmproj-model.gguf").write_bytes(b"x")
+    files = ModelFiles(tmp_path)
+    assert files.has_weights and not files.has_tokenizer
+    assert files.config["quantization_config"]["types"]["model.layers.0.mlp.up_proj.weight"] == "Q8_0"
+    (tmp_path / "other.gguf").symlink_to(file)
+    with pytest.raises(UsageError, match=r"holds 2 GGUF models: model\.gguf, other\.gguf"):
+        ModelFiles(tmp_path)
+
+
+@pytest.mark.parametrize("verb", ["explain", "estimate"])
+def test_verbs(file, verb, capsys):
+    assert main([verb, str(file), "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+def test_two_processes_derive_one_folder(file, tmp_path):
+    code = f"from inferplane.engine import ModelFiles; print(ModelFiles({str(file)!r}).folder)"
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "PATH": ""}
+    running = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+        for _ in range(2)
+    ]
+    folders = {process.communicate()[0] for process in running}
+    assert len(folders) == 1 and all(process.returncode == 0 for process in running)
+    assert [path.name for path in (tmp_path / "inferplane" / "gguf").iterdir()] == [
+        folders.pop().strip().rpartition("/")[2]
+    ]
