@@ -27,7 +27,14 @@ Inferplane's speed over this engine's, in the same precision, and in brackets th
 """
 
 
-SHAPES = {"qwen3-0.6b": "Qwen3-0.6B", "llama-3.2-1b": "Llama-3.2-1B", "deepseek-v2-lite": "DeepSeek-V2-Lite"}
+SHAPES = {
+    "qwen3-0.6b": "Qwen3-0.6B",
+    "llama-3.2-1b": "Llama-3.2-1B",
+    "deepseek-v2-lite": "DeepSeek-V2-Lite",
+    "gemma-3-1b": "Gemma-3-1B",
+    "gpt-oss-20b": "gpt-oss-20b, 6 layers with 12 experts in MXFP4",
+    "qwen3.5-0.8b": "Qwen3.5-0.8B",
+}
 SETS = {
     "amx": "AMX",
     "avx2": "AVX2",
