@@ -65,8 +65,17 @@ def test_verbs(file, verb, capsys):
     assert json.loads(capsys.readouterr().out)
 
 
+def test_explain_says_what_is_expanded(tmp_path, capsys):
+    file = write(tmp_path / "tiny-Q2_K.gguf", llama("Q2_K"))
+    assert main(["explain", str(file), "--device", "cpu"]) == 0
+    assert "packed matrices that are expanded while they are read: 8 in Q2_K" in capsys.readouterr().out
+
+
 def test_two_processes_derive_one_folder(file, tmp_path):
-    code = f"from inferplane.engine import ModelFiles; print(ModelFiles({str(file)!r}).folder)"
+    code = (
+        "from pathlib import Path; from inferplane.gguf.opened import GGUFModel; "
+        f"print(GGUFModel.open(Path({str(file)!r})).derive_folder())"
+    )
     environment = {"XDG_CACHE_HOME": str(tmp_path), "PATH": ""}
     running = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)

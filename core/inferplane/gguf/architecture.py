@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,10 +25,12 @@ OUTSIDE = {
     "output.bias": "lm_head.bias",
 }
 """Tensors outside the layers."""
+FLAT = ("ssm_a", "ssm_d", "ssm_norm.weight")
+"""Vectors that files have as matrices."""
 DERIVED = (FREQUENCIES, LONG, SHORT)
 """Tensors whose content is in the config."""
 MAX_EXPERTS = 2**12
-_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.([a-z0-9_]+)(?:\.(weight|bias))?")
+_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.((?:shortconv\.)?[a-z0-9_]+)(?:\.(weight|bias))?")
 
 
 @dataclass(frozen=True)
@@ -39,17 +42,22 @@ class StoredTensor:
         interleaved: rows of a head whose rotated pairs lie side by side in the file; 0: rows lie as published.
         add: what is added to the file's values.
         second: a second tensor that is part of this one.
-        join: how: "alternate" takes rows in turn; "kv_b" joins the two halves of MLA's `kv_b_proj`, the first of which
+        join: how: "alternate" takes rows in turn; "rows" has this one's rows before the second's, to be taken in an
+            `order`; "kv_b" joins the two halves of MLA's `kv_b_proj`, the first of which
             lies transposed, for each head.
         negative_log: the file's values are `-exp` of these.
+        order: number of the file's row, or entry of a vector, for each published one; empty: as they lie.
+        column_order: the same of columns.
     """
 
     entry: TensorEntry
     interleaved: int = 0
     add: float = 0.0
     second: TensorEntry | None = None
-    join: Literal["", "alternate", "kv_b"] = ""
+    join: Literal["", "alternate", "rows", "kv_b"] = ""
     negative_log: bool = False
+    order: tuple[int, ...] = ()
+    column_order: tuple[int, ...] = ()
 
 
 Layer = Callable[[Metadata, int, dict[str, TensorEntry]], Iterator[tuple[str, StoredTensor]]]
@@ -217,6 +225,8 @@ def _list_published(
     module, _, kind = name.rpartition(".")
     if name in form.modules:
         names, suffix = form.modules[name], ""
+        if name in FLAT:
+            entry = replace(entry, shape=(math.prod(entry.shape),))
     elif module in form.modules:
         names, suffix = form.modules[module], f".{kind}"
     else:
@@ -229,13 +239,12 @@ def _list_published(
         part = take_expert(entry, e) if experts else entry
         for i, one in enumerate(names):
             rows = part if len(names) == 1 else _share(meta, part, module, i, len(names))
-            heads = meta.kv_heads if module == "attn_k" else meta.heads
-            stored = StoredTensor(rows)
+            stored = StoredTensor(rows, negative_log=name == "ssm_a")
             if module in form.interleaved:
-                if rows.shape[0] % (2 * heads):
-                    raise meta.wrong(f"a tensor {name!r} of {heads} heads", list(rows.shape))
-                stored = replace(stored, interleaved=rows.shape[0] // heads)
-            if form.norms_add and module.endswith("norm"):
+                if meta.head_dim % 2 or rows.shape[0] % meta.head_dim:
+                    raise meta.wrong(f"a tensor {name!r} of heads of {meta.head_dim}", list(rows.shape))
+                stored = replace(stored, interleaved=meta.head_dim)
+            if form.norms_add and module.endswith("norm") and module != "ssm_norm":
                 stored = replace(stored, add=-form.norms_add)
             yield one.replace("{e}", str(e)) + suffix, stored
 

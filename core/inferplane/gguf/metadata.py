@@ -74,16 +74,16 @@ class Metadata:
             raise self.wrong(f"{self.architecture}.{key}", value)
         return value
 
-    def sizes(self, key: str, count: int) -> list[int]:
-        """An integer from 0 for each layer; one that is stated for all is repeated.
+    def sizes(self, key: str, count: int, default: int | None = None) -> list[int]:
+        """An integer from 0 for each layer, the first `count` of those that are stated; one for all is repeated.
 
         Raises:
             CheckpointError: it is missing, or something else.
         """
         value = self.get(key)
-        if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.size == count and (value >= 0).all():
-            return [int(number) for number in value]
-        return [self.size(key)] * count
+        if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.size >= count and (value >= 0).all():
+            return [int(number) for number in value[:count]]
+        return [self.size(key, default)] * count
 
     def flags(self, key: str) -> list[bool] | None:
         """Truth values by layer; None if they are missing.
@@ -151,8 +151,11 @@ class Metadata:
 
     @property
     def kv_heads(self) -> int:
-        """Number of key and value heads."""
-        return self._positive("attention.head_count_kv", self.heads)
+        """Number of key and value heads; where layers without attention have 0, that of the others."""
+        counts = set(self.sizes("attention.head_count_kv", self.layers, self.heads)) - {0}
+        if len(counts) != 1:
+            raise self.wrong(f"{self.architecture}.attention.head_count_kv", sorted(counts))
+        return counts.pop()
 
     @property
     def head_dim(self) -> int:

@@ -49,6 +49,8 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
         runner.plan.choices = {args.step: runner.plan.choices[args.step]}
     entry = entry_of(host(), runner)
     data = {**explain(runner.plan, files.name), **runner.describe_caches(), "decode_steps": steps}
+    if runner.expanded:
+        data["expanded"] = runner.expanded
     if args.json:
         from inferplane.cli.verbs.devices import probe_data
 
@@ -119,5 +121,8 @@ def _show(data: dict[str, Any], entry: DeviceEntry, architectures: list[str], sc
     screen.show(Text.assemble((entry.name, "bold"), " is ", (probe.presence.value, style), f" here: {probe.reason}"))
     if probe.remedy:
         screen.show(Text.assemble(("to do: ", "bold"), probe.remedy))
+    if types := data.get("expanded"):
+        words = ", ".join(f"{count} in {kind}" for kind, count in sorted(types.items()))
+        screen.show(f"packed matrices that are expanded while they are read: {words}")
     lines = plan_lines(data, screen.out.width, verbose=verbose, architectures=architectures)
     screen.show("", *(Text.assemble(*line) for line in lines))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -29,7 +30,7 @@ from inferplane.engine.runner.options import RunnerOptions, resolve_dtype
 from inferplane.engine.runner.ranks import Ranks
 from inferplane.errors import BindError, UsageError, warn
 from inferplane.kvcache import SLOTS_PER_SEQUENCE, TablePlan, deal_layers, single_table
-from inferplane.models import Build, build
+from inferplane.models import Build, Config, build
 from inferplane.models.families.eagle import with_eagle
 from inferplane.ops import CausalLM
 from inferplane.plugins import Event, PluginHost
@@ -42,7 +43,7 @@ from inferplane.quant import (
     quantize_on_load,
     read_quant_config,
 )
-from inferplane.types import Backend, DeviceState, Kernel, KVLayout, KVRequest, Placement, WeightFormat
+from inferplane.types import PLAIN, Backend, DeviceState, Kernel, KVLayout, KVRequest, Placement, WeightFormat
 
 
 class CapturedSpeculation(Protocol):
@@ -51,6 +52,16 @@ class CapturedSpeculation(Protocol):
 
     disabled_reason: str
     wrong: dict[Any, str]
+
+
+def count_expanded(config: Config, format_of: Callable[[str], str]) -> dict[str, int]:
+    """The packed types of a GGUF file whose matrices are expanded while they are read, with the number of matrices
+    (those of a layer's experts count as one); empty for other checkpoints."""
+    settings = config.get("quantization_config")
+    if not isinstance(settings, Mapping) or settings.get("quant_method") != "gguf":
+        return {}
+    types = settings["types"].items()
+    return dict(Counter(kind for name, kind in types if format_of(name.replace("*", "0")) == PLAIN))
 
 
 class PlannedModel:
@@ -133,6 +144,7 @@ class PlannedModel:
             layouts = [x.name for x in self.kv_layouts(request)] if request is not None else []
             found = quantize_on_load(scheme, config, latent_formats(self.kernels, settings, layouts, self.pins))
         self.readers, self.view = {**READERS, **found.readers}, found.view
+        self.expanded = count_expanded(config, found.format_of)
         rows = formats_read_by_row(self.kernels, settings) if self.placement == Placement() else frozenset()
         unread, length = list(found.unread), self.max_model_len
         plans = Build(

@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,7 +32,7 @@ _OPEN_FILES = 8
 class GGUFEntry(Entry):
     """An `Entry` whose rows are blocks of a GGUF type; `dtype` is that of the expanded values.
 
-    `add`, `second`, `join`: as in `StoredTensor`.
+    The fields behind `type`: as in `StoredTensor`.
     """
 
     type: TensorType = TensorType("F32", 1, 4)
@@ -40,6 +40,8 @@ class GGUFEntry(Entry):
     second: TensorEntry | None = None
     join: str = ""
     negative_log: bool = False
+    order: tuple[int, ...] = ()
+    column_order: tuple[int, ...] = ()
 
 
 def entry_of(stored: StoredTensor) -> GGUFEntry:
@@ -50,6 +52,8 @@ def entry_of(stored: StoredTensor) -> GGUFEntry:
         shape = (2 * shape[0], *shape[1:]) if stored.join == "alternate" else shape
         if stored.join == "alternate" and shape[0] == 2 and len(other) == 2 and at.type.name in PLAIN:
             shape = (1, 2 * other[1]) if other[0] == 1 else shape
+        if stored.join == "rows":
+            shape = (shape[0] + other[0], *shape[1:])
         if stored.join == "kv_b":
             shape = (shape[0] * (shape[2] + other[1]), shape[1])
     dtype = DTYPES.get(at.type.name, torch.float32) if not stored.join else torch.float32
@@ -60,6 +64,8 @@ def entry_of(stored: StoredTensor) -> GGUFEntry:
         second=stored.second,
         join=stored.join,
         negative_log=stored.negative_log,
+        order=stored.order,
+        column_order=stored.column_order,
     )
 
 
@@ -128,7 +134,7 @@ class GGUFSource:
         entry = self._entries.get(name)
         if entry is None or entry.type.name in PLAIN or len(entry.shape) < 2:
             return None
-        is_changed = entry.add != 0 or entry.negative_log or entry.join not in ("", "alternate")
+        is_changed = entry.add != 0 or entry.negative_log or bool(entry.column_order) or entry.join == "kv_b"
         if is_changed or (entry.second is not None and entry.second.type != entry.type):
             return None
         return entry.type.name
@@ -193,6 +199,9 @@ class GGUFSource:
 
     def _whole(self, entry: GGUFEntry) -> torch.Tensor:
         """All values of a tensor."""
+        if entry.order and len(entry.shape) == 1:
+            plain = replace(entry, order=())
+            return self._whole(plain)[list(entry.order)]
         if entry.join != "kv_b" and (len(entry.shape) > 1 or not entry.interleaved):
             return self._values(entry, 0, math.prod(entry.shape[:-1])).reshape(entry.shape)
         if entry.join != "kv_b":  # a bias, whose entries are in the order of its matrix's rows
@@ -215,10 +224,14 @@ class GGUFSource:
     def _values(self, entry: GGUFEntry, first: int, count: int) -> torch.Tensor:
         """Values of some rows, `[count, columns]`."""
         columns = entry.shape[-1]
-        if entry.join == "alternate" and (entry.shape[0] == 1 or entry.second is None or self._differ(entry)):
+        if entry.join == "alternate" and (entry.shape[0] == 1 or self._differ(entry)):
             values = self._alternate_values(entry)[first : first + count]
+        elif entry.join == "rows" and self._differ(entry):
+            values = self._join_values(entry)[first : first + count]
         else:
             values = expand(self._rows(entry, first, count), entry.type, columns)
+        if entry.column_order:
+            values = values[:, list(entry.column_order)]
         if entry.add:
             values = values.float() + entry.add
         if entry.negative_log:
@@ -237,9 +250,27 @@ class GGUFSource:
         axis = 2 if entry.shape[0] == 1 else 1
         return torch.stack((one.float(), other.float()), dim=axis).reshape(entry.shape)
 
+    def _join_values(self, entry: GGUFEntry) -> torch.Tensor:
+        """Values of two tensors of different types, one's rows before the other's, in their order."""
+        assert entry.second is not None
+        columns, second = entry.second.shape[-1], entry.second
+        one = self._expand(entry.path, entry.start, entry.nbytes, entry.type, columns)
+        other = self._expand(second.path, second.start, second.nbytes, second.type, columns)
+        return torch.cat((one.float(), other.float()))[list(entry.order)]
+
     def _rows(self, entry: GGUFEntry, first: int, count: int) -> torch.Tensor:
         """Packed rows in the published order, uint8 `[count, bytes a row]`."""
         row_bytes = entry.shape[-1] // entry.type.block * entry.type.nbytes
+        if entry.order:
+            parts = [(entry.path, entry.start, entry.nbytes)]
+            if entry.second is not None:
+                parts.append((entry.second.path, entry.second.start, entry.second.nbytes))
+            both = torch.empty((sum(nbytes for *_, nbytes in parts) // row_bytes, row_bytes), dtype=torch.uint8)
+            at = 0
+            for path, start, nbytes in parts:
+                self._read(path, start, both[at : at + nbytes // row_bytes])
+                at += nbytes // row_bytes
+            return both[list(entry.order[first : first + count])]
         if entry.second is not None:
             begin, stop = first // 2, -(-(first + count) // 2)
             both = torch.empty((stop - begin, 2, row_bytes), dtype=torch.uint8)

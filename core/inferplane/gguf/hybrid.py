@@ -1,0 +1,230 @@
+"""Architectures of GGUF files with recurrent layers. Source: the converter in llama.cpp."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from inferplane.gguf.architecture import ARCHITECTURES, Architecture, Entries, ModuleNames, StoredTensor
+from inferplane.gguf.dense import LLAMA, PAIRS, granite, plain
+from inferplane.gguf.experts import EXPERTS, ONE_SHARED, granite_moe, qwen2_moe, routing
+from inferplane.gguf.header import TensorEntry
+from inferplane.gguf.metadata import Metadata
+
+CONVOLUTIONS: ModuleNames = {
+    "attn_norm": "operator_norm",
+    "ffn_norm": "ffn_norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "ffn_gate_inp": "feed_forward.gate",
+    "exp_probs_b.bias": "feed_forward.expert_bias",
+    "ffn_gate_exps": "feed_forward.experts.{e}.w1",
+    "ffn_up_exps": "feed_forward.experts.{e}.w3",
+    "ffn_down_exps": "feed_forward.experts.{e}.w2",
+}
+DELTA_NET: ModuleNames = {
+    **LLAMA,
+    "post_attention_norm": "post_attention_layernorm",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_norm.weight": "linear_attn.norm.weight",
+    "ssm_out": "linear_attn.out_proj",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+}
+MAMBA: ModuleNames = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_dt.bias": "mamba.dt_bias",
+    "ssm_a": "mamba.A_log",
+    "ssm_d": "mamba.D",
+    "ssm_norm.weight": "mamba.norm.weight",
+    "ssm_out": "mamba.out_proj",
+}
+
+
+def lfm2(meta: Metadata) -> Entries:
+    """Entries of LFM2: the heads of keys and values by layer tell its kind."""
+    counts = meta.sizes("attention.head_count_kv", meta.layers)
+    out = plain(meta)
+    return {
+        **out,
+        "layer_types": ["full_attention" if count else "conv" for count in counts],
+        "conv_L_cache": meta.size("shortconv.l_cache"),
+        "conv_bias": "blk.0.shortconv.conv.bias" in meta.tensors,
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def lfm2_moe(meta: Metadata) -> Entries:
+    """Entries of LFM2 with experts, chosen by sigmoids with a bias."""
+    corrected = any(name.endswith(".exp_probs_b.bias") for name in meta.tensors)
+    norm = meta.flag("expert_weights_norm", True)
+    first = meta.size("leading_dense_block_count", 0)
+    return {
+        **lfm2(meta),
+        **routing(meta),
+        "num_dense_layers": first,
+        "use_expert_bias": corrected,
+        "norm_topk_prob": norm,
+    }
+
+
+def delta_net(meta: Metadata) -> Entries:
+    """Entries of gated delta nets, and attention in every n-th layer."""
+    values = meta.size("ssm.time_step_rank")
+    kinds = meta.flags("attention.recurrent_layers")
+    every = meta.size("full_attention_interval", 4)
+    recurrent = kinds or [(i + 1) % every != 0 for i in range(meta.layers)]
+    return {
+        **plain(meta),
+        "linear_conv_kernel_dim": meta.size("ssm.conv_kernel"),
+        "linear_key_head_dim": meta.size("ssm.state_size"),
+        "linear_num_key_heads": meta.size("ssm.group_count"),
+        "linear_num_value_heads": values,
+        "linear_value_head_dim": meta.size("ssm.inner_size") // max(values, 1),
+        "full_attention_interval": every,
+        "layer_types": ["linear_attention" if kind else "full_attention" for kind in recurrent[: meta.layers]],
+        "attention_bias": False,
+    }
+
+
+def delta_net_experts(meta: Metadata) -> Entries:
+    """The same with experts beside a shared one."""
+    return {**qwen2_moe(meta), **delta_net(meta), "norm_topk_prob": True}
+
+
+def value_heads(meta: Metadata) -> tuple[int, int, int, int]:
+    """Key heads, value heads of each, and the entries a head of both.
+
+    Raises:
+        CheckpointError: they do not divide each other.
+    """
+    keys, values = meta.size("ssm.group_count"), meta.size("ssm.time_step_rank")
+    if not keys or not values or values % keys or meta.size("ssm.inner_size") % values:
+        raise meta.wrong("a number of value heads that its key heads divide", values)
+    return keys, values // keys, meta.size("ssm.state_size"), meta.size("ssm.inner_size") // values
+
+
+def by_key_head(meta: Metadata, number: int, parts: dict[str, TensorEntry]) -> Iterator[tuple[str, StoredTensor]]:
+    """Qwen3-Next's projection of q, k, v and z: published by key heads, in files all of q, then k, v and z."""
+    qkv, z = parts.get("attn_qkv.weight"), parts.get("attn_gate.weight")
+    if qkv is None or z is None:
+        return
+    keys, each, dim, size = value_heads(meta)
+    starts, sizes = (0, keys * dim, 2 * keys * dim, 2 * keys * dim + keys * each * size), (dim, dim, *[each * size] * 2)
+    order = tuple(start + head * n + i for head in range(keys) for start, n in zip(starts, sizes) for i in range(n))
+    if (
+        len(qkv.shape) != 2
+        or len(z.shape) != 2
+        or qkv.shape[0] + z.shape[0] != len(order)
+        or qkv.shape[1] != z.shape[1]
+    ):
+        raise meta.wrong(f"attn_qkv and attn_gate of blk.{number} with {len(order)} rows", list(qkv.shape))
+    del parts["attn_qkv.weight"], parts["attn_gate.weight"]
+    yield "linear_attn.in_proj_qkvz.weight", StoredTensor(qkv, second=z, join="rows", order=order)
+
+
+def by_value_head(meta: Metadata, number: int, parts: dict[str, TensorEntry]) -> Iterator[tuple[str, StoredTensor]]:
+    """Qwen 3.5's value heads: published by key heads, in files the first of every key head, then the second."""
+    if "attn_gate.weight" not in parts:
+        return
+    keys, each, dim, size = value_heads(meta)
+    heads = [number * keys + key for key in range(keys) for number in range(each)]
+    rows = tuple(head * size + i for head in heads for i in range(size))
+    before = tuple(range(2 * keys * dim))
+    behind = before + tuple(len(before) + row for row in rows)
+    orders = {
+        "attn_qkv.weight": ("in_proj_qkv.weight", behind),
+        "attn_gate.weight": ("in_proj_z.weight", rows),
+        "ssm_alpha.weight": ("in_proj_a.weight", tuple(heads)),
+        "ssm_beta.weight": ("in_proj_b.weight", tuple(heads)),
+        "ssm_a": ("A_log", tuple(heads)),
+        "ssm_dt.bias": ("dt_bias", tuple(heads)),
+        "ssm_conv1d.weight": ("conv1d.weight", behind),
+        "ssm_out.weight": ("out_proj.weight", rows),
+    }
+    for name, (title, order) in orders.items():
+        entry = parts.pop(name, None)
+        axis = -1 if name == "ssm_out.weight" else 0
+        if entry is None or entry.shape[axis] != len(order):
+            raise meta.wrong(f"a tensor blk.{number}.{name} of {len(order)}", entry and list(entry.shape))
+        stored = StoredTensor(entry, negative_log=name == "ssm_a")
+        if order != tuple(range(len(order))):
+            stored = replace(stored, column_order=order) if axis else replace(stored, order=order)
+        yield f"linear_attn.{title}", stored
+
+
+def granite_hybrid(meta: Metadata) -> Entries:
+    """Entries of Granite 4: Mamba-2 where there are no heads of keys and values."""
+    counts = meta.sizes("attention.head_count_kv", meta.layers)
+    out = granite_moe(meta) if meta.size("expert_count", 0) else {**granite(meta), "num_local_experts": 0}
+    heads, inner = meta.size("ssm.time_step_rank"), meta.size("ssm.inner_size")
+    return {
+        **out,
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "layer_types": ["attention" if count else "mamba" for count in counts],
+        "shared_intermediate_size": meta.size("expert_shared_feed_forward_length", meta.size("feed_forward_length")),
+        "mamba_d_conv": meta.size("ssm.conv_kernel"),
+        "mamba_d_state": meta.size("ssm.state_size"),
+        "mamba_n_groups": meta.size("ssm.group_count"),
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // max(heads, 1),
+        "mamba_expand": inner // meta.size("embedding_length"),
+        "mamba_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in meta.tensors),
+        "mamba_proj_bias": any(name.endswith(".ssm_in.bias") for name in meta.tensors),
+        "position_embedding_type": "rope" if meta.flag("rope.scaling.finetuned") else "nope",
+    }
+
+
+_GRANITE = ARCHITECTURES["granitemoe"].modules
+_SHARED: ModuleNames = {
+    "ffn_gate": "block_sparse_moe.shared_mlp.gate_proj",
+    "ffn_up": "block_sparse_moe.shared_mlp.up_proj",
+    "ffn_down": "block_sparse_moe.shared_mlp.down_proj",
+}
+_GATED: ModuleNames = {**ONE_SHARED, "ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
+_EXPERTS: ModuleNames = {**DELTA_NET, **EXPERTS, **_GATED}
+
+
+ARCHITECTURES |= {
+    "lfm2": Architecture(
+        "Lfm2ForCausalLM", "lfm2", lfm2, CONVOLUTIONS, outside={"token_embd_norm.weight": "model.embedding_norm.weight"}
+    ),
+    "lfm2moe": Architecture(
+        "Lfm2MoeForCausalLM",
+        "lfm2_moe",
+        lfm2_moe,
+        CONVOLUTIONS,
+        outside={"token_embd_norm.weight": "model.embedding_norm.weight"},
+    ),
+    "qwen3next": Architecture(
+        "Qwen3NextForCausalLM", "qwen3_next", delta_net_experts, _EXPERTS, norms_add=1.0, rest=by_key_head
+    ),
+    "qwen35": Architecture(
+        "Qwen3_5ForCausalLM", "qwen3_5_text", delta_net, DELTA_NET, norms_add=1.0, rest=by_value_head
+    ),
+    "qwen35moe": Architecture(
+        "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", delta_net_experts, _EXPERTS, norms_add=1.0, rest=by_value_head
+    ),
+    "granitehybrid": Architecture(
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        granite_hybrid,
+        {**_GRANITE, **MAMBA, **_SHARED},
+        interleaved=PAIRS,
+    ),
+}
