@@ -65,7 +65,7 @@ help:
 	@echo "make sanitize    the cpu backend's native kernels under the address and undefined-behaviour sanitizers"
 	@echo "make test-gates  Triton kernels: interpreted, and compiled for GPUs that need not be here (fifteen minutes)"
 	@echo "make gpu-check   on a machine with an NVIDIA GPU: conformance, roofs and kernels beside peers (eight minutes)"
-	@echo "make lint        ruff, mypy, import-linter"
+	@echo "make lint        ruff, mypy, import-linter; deploy/ by hadolint and the schemas of Kubernetes"
 	@echo "make format      ruff's formatter and its safe fixes"
 	@echo "make docs        write the generated pages of docs/ again; docs-check fails when one is stale"
 	@echo "make clean       remove build outputs and caches; keeps the environments, .venv*"
@@ -152,6 +152,7 @@ lint: $(VENV)/.installed-lint
 	$(BIN)/ruff format --quiet --check .
 	$(BIN)/mypy
 	$(BIN)/python tools/lint_imports.py
+	INFERPLANE_DEPLOY_TOOLS=required $(TEST_ENV) $(BIN)/python -m pytest -q -rs tests/deploy
 
 format: $(VENV)/.installed-lint
 	$(BIN)/ruff check --quiet --fix-only .

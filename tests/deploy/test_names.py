@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 
-import pytest
 import yaml
 
 from inferplane.cli.main import verb_parser
 from inferplane.engine.loop.metrics import Metrics
-from tests.house.rules import DEVICES, REPOSITORY
+from inferplane.serving.configure import resolve
+from tests.deploy.tools import DEPLOY
 
-DEPLOY = REPOSITORY / "deploy"
 OPTIONS = {word for action in verb_parser("serve")[0]._actions for word in action.option_strings}
 HEALTH = {"/health", "/v2/health/live", "/v2/health/ready"}
 SERVERS_OWN = {"ready", "requests_rejected_total", "requests_aborted_total"}
@@ -27,30 +26,23 @@ def options_in(words: list[str]) -> set[str]:
     return {word for word in words if word.startswith("--")}
 
 
-@pytest.mark.parametrize("device", sorted(path.stem for path in DEPLOY.glob("docker/*.Dockerfile")))
-def test_dockerfiles(device):
-    assert device in DEVICES
-    text = (DEPLOY / "docker" / f"{device}.Dockerfile").read_text()
-    steps = [line.split()[0] for line in text.replace("\\\n", " ").splitlines() if line and line[0] not in "# "]
-    known = {*("ARG", "FROM", "ENV", "WORKDIR", "COPY", "RUN", "USER", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK")}
-    assert set(steps) <= known | {"ENTRYPOINT", "CMD"} and steps.index("USER") < steps.index("ENTRYPOINT")
-    entry = json.loads(re.search(r"^ENTRYPOINT (.*)$", text, re.MULTILINE)[1])
-    assert entry[:2] == ["inferplane", "serve"] and entry[-2:] == ["--device", device]
-    assert options_in(entry) <= OPTIONS
-    for source in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE):
-        assert all(list(REPOSITORY.glob(name)) or "[" in name for name in source.split())
-
-
 def test_compose():
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
-    server = services["inferplane"]
-    assert options_in(server["command"]) <= OPTIONS
-    assert server["read_only"] and server["cap_drop"] == ["ALL"]
+    servers = [services["server-cpu"], services["server-gpu"]]
+    for server in servers:
+        assert options_in(server["command"]) <= OPTIONS
+        assert server["read_only"] and server["cap_drop"] == ["ALL"]
+        assert server["networks"]["default"]["aliases"] == ["inferplane"]
+        assert (DEPLOY / server["build"]["context"] / server["build"]["dockerfile"]).is_file()
+        settings = {name: "8" for name in server["environment"] if name.startswith("INFERPLANE_")}
+        assert resolve({}, settings).notes == ()
+    arguments = servers[1]["build"]["args"]
+    assert all(f"ARG {name}" in (DEPLOY / "Dockerfile").read_text() for name in arguments)
     assert all(port.startswith("127.0.0.1:") for s in services.values() for port in s.get("ports", ()))
     mounted = [v.split(":")[0] for s in services.values() for v in s.get("volumes", ()) if v.startswith("./")]
     assert mounted and all((DEPLOY / path).exists() for path in mounted)
     scraped = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"][0]
-    assert scraped["static_configs"] == [{"targets": ["inferplane:8000"]}]
+    assert scraped["static_configs"] == [{"targets": ["inferplane:8002"]}]
 
 
 def test_kserve():
@@ -74,9 +66,9 @@ def test_kserve():
 
 def test_dashboard():
     board = json.loads((DEPLOY / "grafana" / "inferplane.json").read_text())
-    asked = {name for p in board["panels"] for t in p["targets"] for name in re.findall(r"inferplane:(\w+)", t["expr"])}
+    shown = {name for p in board["panels"] for t in p["targets"] for name in re.findall(r"inferplane:(\w+)", t["expr"])}
     histograms = {f"{name}_bucket" for name in Metrics().histograms}
-    assert asked <= SERVERS_OWN | ENGINES | histograms, asked - SERVERS_OWN - ENGINES - histograms
+    assert shown <= SERVERS_OWN | ENGINES | histograms, shown - SERVERS_OWN - ENGINES - histograms
     assert len({p["id"] for p in board["panels"]}) == len(board["panels"])
     cells = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in board["panels"]]
     assert len(set(cells)) == len(cells)
