@@ -1,4 +1,4 @@
-"""Parses memory sizes."""
+"""Parses and formats memory sizes."""
 
 from __future__ import annotations
 
@@ -18,3 +18,12 @@ def size_of(text: str) -> int:
     if found is None or ("." in found[1] and not found[2]):
         raise ValueError(f"{text!r} is not a size")
     return int(Fraction(found[1]) * 1024 ** " kmgt".index(found[2].lower() or " "))
+
+
+def format_bytes(count: float) -> str:
+    """Format bytes with a binary unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inferplane.cli.arguments import BINDING, pins, speculation
+from inferplane.cli.arguments import BINDING, binding_options, pins, speculation
 from inferplane.cli.screen import Screen, plural
 from inferplane.hub import DownloadProgress, ModelName, find, locate, parse_name
 
@@ -38,15 +39,16 @@ def locate_models(args: argparse.Namespace, screen: Screen) -> None:
         name = parse_name(model) if is_name else None
         if name is not None and find(name) is None:
             with fetching(name, screen) as progress:
-                locate(name, progress=progress, check=_check_architecture if model == args.model else None)
+                locate(name, progress=progress, check=partial(_check, args) if model == args.model else None)
 
 
-def _check_architecture(folder: Path) -> None:
-    from inferplane.engine.runner.model_files import (
-        check_architecture,  # imports torch, which a cached model needs later
-    )
+def _check(args: argparse.Namespace, folder: Path) -> None:
+    """Refuse a model before its weights are downloaded: its architecture is not known, or it is too large."""
+    from inferplane.engine.runner.model_runner import check_before_download  # imports torch, which is needed anyway
+    from inferplane.plugins import host
 
-    check_architecture(folder)
+    options = binding_options(args)
+    check_before_download(folder, model=args.model, host=host(), device=args.device, options=options, index=args.index)
 
 
 @contextmanager

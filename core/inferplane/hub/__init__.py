@@ -4,7 +4,7 @@ Only files that are read are fetched, never pickles, each checked by size and ha
 """
 
 from inferplane.hub.location import Location
-from inferplane.hub.lookup import fetch, find, locate
+from inferplane.hub.lookup import fetch, fetch_headers, find, locate
 from inferplane.hub.names import FORMS, ModelName, near_short_names, parse_name
 from inferplane.hub.progress import DownloadProgress, report_on_stderr
 from inferplane.hub.settings import HubSettings, forbid_downloads
@@ -16,6 +16,7 @@ __all__ = [
     "Location",
     "ModelName",
     "fetch",
+    "fetch_headers",
     "find",
     "forbid_downloads",
     "locate",

@@ -44,6 +44,8 @@ class HubConnection:
         self._waited = 0.0
         self._failures = 0
         self._token = settings.token()
+        self.has_answered = False
+        """Whether the hub, or a proxy before it, has sent an answer."""
         library = sys.modules[type(get_session()).__module__.partition(".")[0]]  # httpx, or what follows it
         self.interruptions: tuple[type[Exception], ...] = (library.TransportError, ConnectionError, TimeoutError)
         """Exceptions of a connection that failed; files raise none of them."""
@@ -67,6 +69,7 @@ class HubConnection:
                 except self.interruptions as error:
                     failure: Exception | None = error
                 else:
+                    self.has_answered = True
                     if response.status_code not in BUSY:
                         yield response
                         return
@@ -105,6 +108,32 @@ class HubConnection:
                         raise self.wrong_answer("no JSON") from error
             self.pause_after(failure)
 
+    def get_beginning(self, url: str, count: int, refuse: Callable[[Any], Exception]) -> bytes:
+        """The first bytes of a file: `count`, or all if there are fewer.
+
+        Args:
+            url: its address.
+            count: more than 0.
+            refuse: makes the error for a response that is no success.
+
+        Raises:
+            DownloadError: as `get`.
+        """
+        while True:
+            with self.get(url, {"range": f"bytes=0-{count - 1}"}) as response:
+                if response.status_code >= 300:
+                    raise refuse(response)
+                body = b""
+                try:
+                    for chunk in response.iter_raw():  # of a server without ranges no more than that is read
+                        body += chunk
+                        if len(body) >= count:
+                            break
+                    return body[:count]
+                except self.interruptions as error:
+                    failure = error
+            self.pause_after(failure)
+
     def wrong_answer(self, what: str) -> DownloadError:
         """The error for an answer that is not in the hub's protocol."""
         return DownloadError(
@@ -128,7 +157,7 @@ class HubConnection:
             words = type(error).__name__ if not str(error) else str(error).splitlines()[0].partition("?")[0]
             raise DownloadError(
                 f"{host} cannot be reached: {words}.",
-                remedy="check the network, HTTPS_PROXY and HF_ENDPOINT (a mirror); what has arrived is used again",
+                remedy="check the network, HTTPS_PROXY and HF_ENDPOINT (a mirror)",
             ) from None
         self._pause(min(FIRST_PAUSE_S * 2 ** (self._failures - 1), self.settings.max_wait_s))
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
-from inferplane.errors import CapacityError, DownloadError, UsageError
+from inferplane.errors import CapacityError, DownloadError, UsageError, first_of
 from inferplane.hub.cache import CachedSnapshot, RepositoryCache, list_repositories
 from inferplane.hub.connection import HubConnection
 from inferplane.hub.download import disk_error, download
@@ -16,11 +17,25 @@ from inferplane.hub.location import Location
 from inferplane.hub.memory import explain_memory, memory_bytes
 from inferplane.hub.names import MODELSCOPE, ModelName, near_short_names
 from inferplane.hub.progress import SILENT, DownloadProgress, format_size, report_on_stderr
-from inferplane.hub.repository import RemoteFile, Repository, no_gguf, read_repository, refusal, weight_bytes
+from inferplane.hub.repository import (
+    CONFIGS,
+    PARAMS,
+    SUFFIX,
+    RemoteFile,
+    Repository,
+    no_gguf,
+    read_repository,
+    refusal,
+    weight_bytes,
+)
 from inferplane.hub.settings import HubSettings
 
 SPARE_BYTES = 64 * 2**20
 """Bytes of the disk that a download leaves free."""
+FIRST_HEADER_BYTES = 2**17
+"""How much of a file is read for its header at first: most headers are shorter."""
+MAX_HEADER_BYTES = 16 * 2**20
+"""Longer headers are read by no reader of safetensors here."""
 
 
 def find(name: ModelName, settings: HubSettings | None = None) -> Location | None:
@@ -109,6 +124,27 @@ def fetch(
     return _Fetch(name, settings, progress).run(configs=configs, check=check)
 
 
+def fetch_headers(
+    name: ModelName, folder: Path, settings: HubSettings | None = None, progress: DownloadProgress = SILENT
+) -> bool:
+    """Fill a folder with what a plan reads of a model of Hugging Face: its configs, and its weights' files with their
+    headers alone. The files have their sizes, but no tensor's bytes: where the file system can, they take no space.
+
+    Args:
+        name: the model's.
+        folder: is empty.
+        settings: the hub; None: that of the environment.
+        progress: what to report to.
+
+    Returns:
+        Whether it has been filled: False for GGUF files, which have their config inside.
+
+    Raises:
+        InferplaneError: as `fetch`.
+    """
+    return _Fetch(name, settings or HubSettings.from_environment(), progress).copy_headers(folder)
+
+
 class _Fetch:
     """One download of a repository of Hugging Face."""
 
@@ -117,9 +153,49 @@ class _Fetch:
         self.connection = HubConnection(settings, progress.say)
         self.cache = RepositoryCache(settings.cache, name.repository)
 
+    def copy_headers(self, folder: Path) -> bool:
+        """See `fetch_headers`."""
+        self.repository.check_kind()
+        if self.repository.is_gguf:
+            return False
+        configs = self.run(configs=True, check=None).folder
+        for path in configs.iterdir():
+            if path.name in (*CONFIGS, PARAMS):
+                shutil.copyfile(path, folder / path.name)
+        files = self.repository.weight_files(lambda file: self._read(self.repository, file))
+        for file in files:
+            path = folder / file.name
+            if not file.name.endswith(SUFFIX):
+                path.write_bytes((self.cache.blobs / file.digest).read_bytes())
+                continue
+            header = self._read_header(file)
+            try:
+                with path.open("wb") as out:
+                    out.write(header)
+                    out.truncate(file.size)
+            except OSError as error:
+                raise disk_error(error, folder) from error
+        return True
+
+    def _read_header(self, file: RemoteFile) -> bytes:
+        """The length and the JSON in front of a file's tensors; less if they are not what they say."""
+        if not file.size:
+            return b""
+        url = self._url(self.repository, file)
+        header = self.connection.get_beginning(url, FIRST_HEADER_BYTES, self._refuse)
+        size = 8 + int.from_bytes(header[:8], "little")
+        if len(header) < size <= min(file.size, MAX_HEADER_BYTES):
+            header = self.connection.get_beginning(url, size, self._refuse)
+        return header[:size]
+
+    @cached_property
+    def repository(self) -> Repository:
+        """What the hub has; see `_read_repository`."""
+        return self._read_repository()
+
     def run(self, *, configs: bool, check: Callable[[Path], None] | None) -> Location:
         """Download all, or only configs; see `fetch`."""
-        repository = self._read_repository()
+        repository = self.repository
         repository.check_kind()
         folder = self.cache.snapshots / repository.commit
         if repository.is_gguf:
@@ -135,7 +211,7 @@ class _Fetch:
         missing = self._missing_bytes(files)
         if missing and not configs:
             self._announce(repository, files, missing)
-        self._download_all(repository, files, self.progress)
+        self._download_shown(repository, files)
         if not configs or self.cache.find(self.name.revision) is None:  # configs replace no whole snapshot
             self._write_reference(repository.commit)
         return Location(folder, repository.commit)
@@ -146,7 +222,7 @@ class _Fetch:
         self._check_disk(files)
         if missing := self._missing_bytes(files):
             self._announce(repository, files, missing)
-        self._download_all(repository, files, self.progress)
+        self._download_shown(repository, files)
         self._write_reference(repository.commit)
         return Location(folder, repository.commit, files[0].name)
 
@@ -156,6 +232,13 @@ class _Fetch:
             self.cache.write_reference(self.name.revision, commit)
         except OSError as error:
             raise disk_error(error, self.cache.folder) from error
+
+    def _download_shown(self, repository: Repository, files: Sequence[RemoteFile]) -> None:
+        """Download files with progress; an error says how far the download is."""
+        try:
+            self._download_all(repository, files, self.progress)
+        except DownloadError as error:
+            raise self._add_progress(error, files) from error
 
     def _download_all(self, repository: Repository, files: Sequence[RemoteFile], progress: DownloadProgress) -> None:
         """Download files, and give them their names when all are there: what finds weights finds all of them."""
@@ -170,14 +253,30 @@ class _Fetch:
             raise disk_error(error, self.cache.folder) from error
 
     def _read_repository(self) -> Repository:
-        """What the repository holds; an error about the network says that a plain name may have been a folder's."""
+        """What the repository holds. An error about the network says what there is without it, and that a plain name
+        may have been a folder's.
+        """
         try:
             return read_repository(self.connection, self.name)
         except DownloadError as error:
+            what, there_is = error.what, error.there_is
+            if not self.connection.has_answered:
+                there_is = _describe_cache(self.settings)
+                if half := self.cache.size():
+                    there_is += f"; {format_size(half)} of {self.name.repository}, which `--offline` cannot run"
             if self.name.text.startswith(self.name.repository):
-                what = f"{self.name.text!r} is no folder, and is looked up on a hub: {error.what}"
-                raise DownloadError(what, there_is=error.there_is, remedy=error.remedy) from error
-            raise
+                what = f"{self.name.text!r} is no folder, and is looked up on a hub: {what}"
+            raise DownloadError(what, there_is=there_is, remedy=error.remedy) from error
+
+    def _add_progress(self, error: DownloadError, files: Sequence[RemoteFile]) -> DownloadError:
+        """The error with how far the download was, and how it goes on."""
+        total = sum(file.size for file in files)
+        have = total - self._missing_bytes(files)
+        if not have:
+            return error
+        there_is = f"{format_size(have)} of {format_size(total)} ({have * 100 // total} %) in {self.cache.folder}"
+        remedy = f"{error.remedy}; the same command goes on from there"
+        return DownloadError(error.what, there_is=there_is, remedy=remedy)
 
     def _announce(self, repository: Repository, files: Sequence[RemoteFile], missing: int) -> None:
         """Say what is downloaded, how large it is and where it goes; and if it is too large for this machine."""
@@ -191,15 +290,15 @@ class _Fetch:
             self.progress.say(words)
 
     def _download(self, repository: Repository, file: RemoteFile, count: Callable[[int], None]) -> None:
-        url = f"{self.settings.endpoint}/{self.name.repository}/resolve/{repository.commit}/{quote(file.name)}"
-        download(
-            self.connection,
-            self.cache,
-            file,
-            url,
-            lambda response: refusal(response, self.name, self.connection),
-            count,
-        )
+        download(self.connection, self.cache, file, self._url(repository, file), self._refuse, count)
+
+    def _url(self, repository: Repository, file: RemoteFile) -> str:
+        """The address of a file."""
+        return f"{self.settings.endpoint}/{self.name.repository}/resolve/{repository.commit}/{quote(file.name)}"
+
+    def _refuse(self, response: Any) -> UsageError | DownloadError:
+        """The error for a response that is no success."""
+        return refusal(response, self.name, self.connection)
 
     def _read(self, repository: Repository, file: RemoteFile) -> bytes:
         """The content of a small file, which is then in the cache."""
@@ -243,15 +342,21 @@ def _report_bytes(progress: DownloadProgress, before: int, total: int, have: int
 
 def _not_in_cache(name: ModelName, settings: HubSettings) -> UsageError:
     """The error for a model that would have to be downloaded while that is off."""
-    if name.source == MODELSCOPE:
-        there: list[str] = []
-    else:
-        there = [repository for repository, cache in list_repositories(settings.cache) if cache.list_snapshots()]
     near = near_short_names(name.text)
     known = f" Short names: {', '.join(near)}." if near and name.short is None else ""
-    listed = ", ".join(there[:5]) + (f" and {len(there) - 5} more" if len(there) > 5 else "")
+    there_is, goes_on = _describe_cache(settings) if name.source != MODELSCOPE else "", ""
+    if name.source != MODELSCOPE and (half := RepositoryCache(settings.cache, name.repository).size()):
+        there_is, goes_on = f"{format_size(half)} of it; {there_is}", ", which goes on from there"
     return UsageError(
         f"Model {name.text!r} is no folder, and not whole in the cache; downloads are off.{known}",
-        there_is=f"in {settings.cache}: {listed or 'no model'}",
-        remedy=f"without --offline and HF_HUB_OFFLINE: `inferplane pull {name.text}`",
+        there_is=there_is,
+        remedy=f"without --offline and HF_HUB_OFFLINE: `inferplane pull {name.text}`{goes_on}",
     )
+
+
+def _describe_cache(settings: HubSettings) -> str:
+    """Which models are whole in the cache, for an error."""
+    found = [
+        name for name, cache in list_repositories(settings.cache) if any(s.is_whole for s in cache.list_snapshots())
+    ]
+    return f"in {settings.cache}: {first_of(found) if found else 'no model'}"

@@ -50,17 +50,18 @@ def constructor(architecture: str, plugins: Mapping[str, Any] | None = None) -> 
     """Find the constructor of an architecture, in core or in a plugin.
 
     Raises:
-        UnsupportedModelError: there is none; the message names the nearest, and all architectures that have one.
+        UnsupportedModelError: there is none; the message names the nearest, and the page that lists all.
         PluginError: the constructor cannot be imported.
     """
     known = {**(plugins or {}), **ARCHITECTURES}
     target = known.get(architecture)
     if target is None:
-        close = difflib.get_close_matches(architecture, known, 1, 0)
+        close = difflib.get_close_matches(architecture, known, 3, 0)
         nearest = f" The nearest name that is known is {close[0]!r}." if close else ""
+        others = f", among them {', '.join(close)}" if close else ""
         raise UnsupportedModelError(
             f"Architecture {architecture!r} is not known: no model family has its arithmetic.{nearest}",
-            there_is=", ".join(sorted(known)),
+            there_is=f"{len(known)} architectures{others}; docs/models.md lists them",
             remedy="load a model of one of these, or install a plugin that registers it (docs/adding-a-model.md)",
         )
     return resolve(target)

@@ -183,11 +183,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_bytes(content, fault, {})
 
     def send_bytes(self, content: bytes, fault: Fault, headers: dict[str, str]) -> None:
-        start, status = 0, 200
-        if not fault.whole and (found := re.fullmatch(r"bytes=(\d+)-", self.headers.get("range", ""))):
+        start, stop, status = 0, len(content), 200
+        if not fault.whole and (found := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("range", ""))):
             start, status = int(found[1]), 206
-            headers = {**headers, "Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"}
-        body = content[start:]
+            stop = min(stop, int(found[2]) + 1) if found[2] else stop
+            headers = {**headers, "Content-Range": f"bytes {start}-{stop - 1}/{len(content)}"}
+        body = content[start:stop]
         if fault.flip:
             body = bytes([body[0] ^ 1]) + body[1:]
         self.send_response(status)

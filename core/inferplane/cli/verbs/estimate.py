@@ -3,26 +3,33 @@
 The exit code is 1 if the model does not fit, and 0 if it fits or the device's memory is unknown. If it does not fit,
 the output says on how many equal devices it does.
 
-Nothing is loaded: weights are counted in the packings of the plan, the KV cache in the layout of the backend. If
-several devices share the model, all figures are those of one of them.
+Nothing is loaded: weights are counted in the packings of the plan, the KV cache in the layout of the backend. Of a name
+on a hub that is not in the cache, configs and the headers of weights are read, some kilobytes of each file. If several
+devices share the model, all figures are those of one of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inferplane.cli.arguments import Parser, add_binding, add_examples, add_json, add_model, add_option, binding_options
 from inferplane.cli.screen import Screen
 from inferplane.errors import InferplaneError, UsageError
-from inferplane.units import size_of
+from inferplane.hub import DownloadProgress, fetch_headers, find, parse_name
+from inferplane.hub.names import HUGGING_FACE
+from inferplane.hub.settings import is_offline
+from inferplane.units import format_bytes, size_of
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from inferplane.engine import ModelFiles
     from inferplane.engine.runner.estimate import Estimate
     from inferplane.plugins import PluginHost
 
@@ -52,7 +59,12 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, screen: Screen) -> int:
     """Plan, add up, print."""
-    from inferplane.cli.verbs.explain import check_arch, model_files
+    with contextlib.ExitStack() as opened:
+        return _run(args, screen, opened)
+
+
+def _run(args: argparse.Namespace, screen: Screen, opened: contextlib.ExitStack) -> int:
+    from inferplane.cli.verbs.explain import check_arch
     from inferplane.engine import Runner
     from inferplane.engine.request.arguments import as_integer
     from inferplane.engine.runner.estimate import estimate
@@ -68,7 +80,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     options = binding_options(args, arch=args.arch, max_num_seqs=as_integer("max_num_seqs", args.max_num_seqs, 1))
     step_tokens = as_integer("max_num_batched_tokens", args.max_num_batched_tokens, 1)
     memory = _memory(args.memory) if args.memory is not None else None
-    files = model_files(args.model)
+    files = _find_files(args.model, screen, opened)
     check_arch(host(), args.device, args.arch)
 
     def planned(devices: int) -> Runner:
@@ -99,6 +111,24 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     return int(found.fits is False)
 
 
+def _find_files(model: str, screen: Screen, opened: contextlib.ExitStack) -> ModelFiles:
+    """The files of a model; of a name on a hub that is not in the cache, configs and headers in a folder for now."""
+    from inferplane.cli.verbs.explain import model_files
+    from inferplane.engine import ModelFiles
+
+    name = None if Path(model).expanduser().exists() else parse_name(model)
+    if name is None or name.source != HUGGING_FACE or is_offline() or find(name) is not None:
+        return model_files(model)
+    folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="inferplane-")))
+    with screen.loading(f"reading the headers of {name.text}"):
+        has_headers = fetch_headers(name, folder, progress=DownloadProgress(screen.note, lambda done, total: None))
+    if not has_headers:
+        return model_files(model)
+    files = ModelFiles(folder)
+    files.name = model
+    return files
+
+
 def _devices_needed(estimated: Callable[[int], Estimate], devices: int) -> int | None:
     """The smallest power of two above `devices` of equal devices on which the model fits; None up to `MAX_DEVICES`."""
     count = 2
@@ -126,15 +156,6 @@ def _memory(text: str) -> int:
         if found := size_of(text):
             return found
     raise UsageError(f"--memory {text!r} is no amount of memory.", there_is="for example 80GiB, 512MiB, 24G")
-
-
-def format_bytes(count: float) -> str:
-    """Format bytes with a binary unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def _free(plugins: PluginHost, device: str) -> int | None:

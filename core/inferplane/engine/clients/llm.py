@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ from inferplane.engine.request.results import Delta, Result
 from inferplane.engine.request.seeds import as_int64, child_seed
 from inferplane.engine.request.state import SEE_EXPLAIN, PieceReader, Request, report_failures, result_of
 from inferplane.engine.request.text import Tokenizer
-from inferplane.engine.runner.model_files import ModelFiles, check_architecture
-from inferplane.engine.runner.model_runner import Runner
+from inferplane.engine.runner.model_files import ModelFiles
+from inferplane.engine.runner.model_runner import Runner, check_before_download
 from inferplane.engine.runner.ranks import num_ranks
 from inferplane.engine.speculate import SpeculativeConfig, with_draft
 from inferplane.errors import GenerationError, UsageError, sentence
@@ -54,7 +55,13 @@ class LLM:
         config = SpeculativeConfig.of(chosen.speculative_config)
         runner_options = with_draft(chosen.runner_options(num_ranks(chosen.tensor_parallel_size)), config)
         runner_options.check()
-        self.files = ModelFiles(model, check=check_architecture)
+
+        def check(folder: Path) -> None:
+            check_before_download(
+                folder, model=str(model), host=host(), device=chosen.device, options=runner_options, index=chosen.index
+            )
+
+        self.files = ModelFiles(model, check=check)
         self._inputs = InputProcessor(self.files)
         self.runner = Runner.open(
             self.files, host(), chosen.device, runner_options, chosen.progress, index=chosen.index

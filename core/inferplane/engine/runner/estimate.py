@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from inferplane.engine.runner.kv_cache import KV_SHARE, CacheMemory
-from inferplane.engine.runner.model_runner import Runner
+from inferplane.engine.runner.planned_model import PlannedModel
+from inferplane.errors import CapacityError, InferplaneError
 from inferplane.kvcache import blocks_held, widest_window
+from inferplane.units import format_bytes
 
 SCHEMA = 1
+SMALLER = ("weight_only_int8", "weight_only_int4")
+"""Quantizations that are tried where a model is too large for a device."""
 LENGTHS = (1024, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
@@ -154,7 +160,7 @@ class Estimate:
         return out
 
 
-def estimate(runner: Runner, memory: int | None, max_num_batched_tokens: int) -> Estimate:
+def estimate(runner: PlannedModel, memory: int | None, max_num_batched_tokens: int) -> Estimate:
     """Estimate the memory of a bound model, from shapes alone: nothing is loaded or allocated.
 
     Args:
@@ -185,4 +191,41 @@ def estimate(runner: Runner, memory: int | None, max_num_batched_tokens: int) ->
         unreleased_window=runner.count_unreleased_bytes(),
         state_sequence=runner.count_state_bytes(),
         devices=runner.options.ranks,
+    )
+
+
+def check_fit(model: PlannedModel, free_bytes: int, plan_with: Callable[..., PlannedModel]) -> None:
+    """Refuse a model whose weights alone are larger than a device's free memory, before any is read.
+
+    Args:
+        model: bound to the device, not loaded.
+        free_bytes: of the device.
+        plan_with: binds the model with other options.
+
+    Raises:
+        CapacityError: it does not fit; the message has what it takes in 16 bits and with each of `SMALLER`.
+    """
+    needed, device = model.plan.weight_bytes, model.backend.name
+    if needed <= free_bytes:
+        return
+    sizes: list[tuple[dict[str, str], int]] = []
+    if model.options.quantization is None and model.files.config.get("quantization_config") is None:
+        narrow = {"dtype": "bfloat16"} if model.dtype.itemsize > 2 else {}
+        for changes in (narrow, *({**narrow, "quantization": scheme} for scheme in SMALLER)):
+            with contextlib.suppress(InferplaneError):  # the device has no kernels for it
+                size = plan_with(**changes).plan.weight_bytes if changes else needed
+                sizes += [(changes, size)] if size < needed else []
+    command = f"inferplane estimate {model.files.name} --device {device}"
+    fitting = next((changes for changes, size in sizes if size <= free_bytes), None)
+    if fitting is not None:
+        flags = " ".join(f"--{name} {value}" for name, value in fitting.items())
+        options = ", ".join(f"{name}='{value}'" for name, value in fitting.items())
+        remedy = f"pass {options}, which fits (`{command} {flags}` has the details)"
+    else:
+        remedy = f"choose a smaller model, or several devices: `{command}` says how many"
+    raise CapacityError(
+        f"{model.files.name} is too large: its weights take {format_bytes(needed)} on {device}, which has "
+        f"{format_bytes(free_bytes)} free.",
+        there_is="; ".join(f"{' with '.join(c.values())} takes {format_bytes(size)}" for c, size in sizes),
+        remedy=remedy,
     )

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -13,12 +14,13 @@ import torch
 from inferplane.binding import DummySource, Loaded, link, load, view_of
 from inferplane.engine.runner.buckets import bucket_sizes
 from inferplane.engine.runner.capture import DecodeSteps
+from inferplane.engine.runner.estimate import check_fit
 from inferplane.engine.runner.kv_cache import KV_SHARE, CacheMemory, check_memory, place_caches
-from inferplane.engine.runner.model_files import ModelFiles
+from inferplane.engine.runner.model_files import ModelFiles, check_architecture
 from inferplane.engine.runner.options import Draft, RunnerOptions
 from inferplane.engine.runner.planned_model import PlannedModel
 from inferplane.engine.runner.ranks import Ranks
-from inferplane.errors import CapacityError, UsageError, warn
+from inferplane.errors import CapacityError, InferplaneError, UsageError, warn
 from inferplane.kvcache import TablePlan
 from inferplane.models import SafetensorsFolder
 from inferplane.models.families.eagle import WithEagle
@@ -114,11 +116,21 @@ class Runner(PlannedModel):
         # Only rank 0 runs the draft model.
         if self.options.draft is not None and (self.ranks is None or self.ranks.rank == 0):
             self.draft = self._bind_draft(self.options.draft)
+        self.check_fit(self.backend.memory().free_bytes)
         self._load(progress)
         if self.draft is not None:
             self.draft._load(None)
         with self.measure_phase("cache"):
             self._build_cache()
+
+    def check_fit(self, free_bytes: int) -> None:
+        """Raise CapacityError if the weights take more than so many bytes; see `estimate.check_fit`."""
+
+        def plan_with(**changes: str) -> Runner:
+            options = replace(self.options, **changes, lock=None)  # type: ignore[arg-type]  # names of text options
+            return self.plan_only(self.files, self.host, self.backend.name, options)
+
+        check_fit(self, free_bytes, plan_with)
 
     def _load(self, progress: Callable[[int, int], None] | None) -> None:
         """Read and pack the weights, warn about what is odd in them, and link the bound ops with them (`steps`)."""
@@ -281,3 +293,30 @@ class Runner(PlannedModel):
         kind.
         """
         return {kind: view_of(step).mtp[index] for kind, step in self.steps.items()}
+
+
+def check_before_download(
+    folder: Path, *, model: str, host: PluginHost, device: str, options: RunnerOptions, index: int = 0
+) -> None:
+    """Refuse what a model's config shows to be in vain, before its weights are downloaded.
+
+    Args:
+        folder: of the configs.
+        model: the name that errors have.
+        host, device, options, index: as for `Runner.open`.
+
+    Raises:
+        UnsupportedModelError: no model family has its architecture. CheckpointError: the config cannot be read.
+        CapacityError: its weights are larger than the device's free memory.
+    """
+    check_architecture(folder)
+    files = ModelFiles(folder)
+    files.name = model
+    try:
+        runner = Runner.plan_only(files, host, device, replace(options, lock=None))
+        is_here = next(e for e in host.devices() if e.name == runner.backend.name).probe.available
+        free_bytes = host.backend(runner.backend.name, index=index).memory().free_bytes if is_here else None
+    except InferplaneError:  # what else is wrong is reported where the model is opened
+        return
+    if free_bytes is not None:
+        runner.check_fit(free_bytes)

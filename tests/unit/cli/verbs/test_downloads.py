@@ -79,7 +79,10 @@ def test_a_model_is_pulled_on_demand(cli, hub):
 def test_plans_fetch_no_weights(cli, hub):
     code, out, err = cli("estimate", "org/demo", "--device", "cpu", "--memory", "1GiB", "--json")
     assert code == DONE, err
-    assert json.loads(out)["model"] == "org/demo" and hub.paths() == []
+    assert json.loads(out)["model"] == "org/demo"
+    assert all(words is not None and words.startswith("bytes=0-") for words in hub.ranges())  # headers
+    hub.requests.clear()
+    assert cli("explain", "org/demo", "--device", "cpu", "--json")[0] == DONE and hub.requests == []
     assert cli("list", "--json")[1].count('"whole": false') == 1
 
 

@@ -11,13 +11,12 @@ import pytest
 from inferplane import LLM
 from inferplane.cli import main
 from inferplane.cli.main import DONE, FAILED, WRONG_USAGE
-from inferplane.cli.verbs.estimate import format_bytes
 from inferplane.engine import ModelFiles, Runner, RunnerOptions
 from inferplane.engine.runner.estimate import Estimate, estimate
 from inferplane.engine.schedule.scheduler import Limits, Scheduler
 from inferplane.kvcache import BlockAllocator
 from inferplane.plugins import host
-from inferplane.units import size_of
+from inferplane.units import format_bytes, size_of
 from tests.e2e.test_async import CONFIG, OPTIONS
 from tests.house.rules import REPOSITORY
 
