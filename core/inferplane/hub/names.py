@@ -1,4 +1,4 @@
-"""Names of models: `hf:org/name[@revision][:file]`, `ms:org/name`, plain `org/name`, and short names."""
+"""Names of models: `hf:org/name[@revision][:file]`, `ms:org/name`, `pypi:project`, plain `org/name`, short names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from inferplane.errors import UsageError
 from inferplane.hub.short_names import ShortName, read_short_names
 
-HUGGING_FACE, MODELSCOPE = "hf", "ms"
+HUGGING_FACE, MODELSCOPE, PYPI = "hf", "ms", "pypi"
 _PREFIXES = {
     "hf://": HUGGING_FACE,
     "huggingface://": HUGGING_FACE,
@@ -19,16 +19,20 @@ _PREFIXES = {
     "modelscope://": MODELSCOPE,
     "ms:": MODELSCOPE,
     "modelscope:": MODELSCOPE,
+    "pypi:": PYPI,
 }
 """How a name may begin -> where it is looked up; the longer ones first."""
 _PART = r"[A-Za-z0-9](?:[\w.-]*\w)?"
 _NAME = re.compile(rf"(?P<repository>{_PART}/{_PART})(?:@(?P<revision>[^:@\s]+))?(?::(?P<part>[^:\s]+))?", re.ASCII)
+_PACKAGE = re.compile(r"(?P<project>[A-Za-z0-9]+(?:[._-]+[A-Za-z0-9]+)*)(?:==(?P<version>[A-Za-z0-9.!+]+))?", re.ASCII)
+PACKAGES = "pypi.org"
+"""In place of an organization for models that are published as packages; no organization of the hub has a dot."""
 _SHORT = re.compile(rf"{_PART}(?::{_PART})?", re.ASCII)
 _FILES = (".gguf", ".safetensors", ".json", ".yaml", ".bin")
 """Ends of texts that are paths, rather than plain names of repositories."""
 FORMS = (
     "a folder in the Hugging Face layout, a GGUF file, hf:ORG/NAME[@REVISION][:FILE or quantization], ORG/NAME, "
-    "ms:ORG/NAME, or a short name"
+    "ms:ORG/NAME, pypi:PACKAGE, or a short name"
 )
 """What a user may write for a model."""
 
@@ -39,9 +43,9 @@ class ModelName:
 
     Args:
         text: the name as the user wrote it.
-        source: `HUGGING_FACE` or `MODELSCOPE`.
-        repository: organization and name.
-        revision: a branch, tag or commit; None: the default one.
+        source: `HUGGING_FACE`, `MODELSCOPE` or `PYPI`.
+        repository: organization and name; of a package `PACKAGES` and its name.
+        revision: a branch, tag or commit, or a package's version; None: the default one.
         part: a file or a quantization of a repository of GGUF files; None: all that is read.
         short: the entry of the short name that the user wrote.
     """
@@ -55,7 +59,9 @@ class ModelName:
 
     @property
     def full(self) -> str:
-        """The name with its source: `hf:org/name@revision`."""
+        """The name with its source: `hf:org/name@revision`, `pypi:project==version`."""
+        if self.source == PYPI:
+            return display_name(self.repository) + (f"=={self.revision}" if self.revision else "")
         revision = f"@{self.revision}" if self.revision else ""
         return f"{self.source}:{self.repository}{revision}{f':{self.part}' if self.part else ''}"
 
@@ -69,7 +75,8 @@ def parse_name(text: str) -> ModelName | None:
     """
     for prefix, source in _PREFIXES.items():
         if text.startswith(prefix):
-            found = _match(text.removeprefix(prefix), text, source)
+            match = _match_package if source == PYPI else _match
+            found = match(text.removeprefix(prefix), text, source)
             if found is None:
                 raise UsageError(f"{text!r} is no name of a model.", there_is=FORMS)
             return found
@@ -94,6 +101,20 @@ def _match(name: str, text: str, source: str) -> ModelName | None:
     if revision is not None and (".." in revision or revision.startswith("/")):
         raise UsageError(f"{text!r} has no valid revision.", there_is="branches, tags and commits, as in @main")
     return ModelName(text, source, found["repository"], revision, found["part"])
+
+
+def display_name(repository: str) -> str:
+    """A repository of the cache as a user may write it."""
+    organization, _, name = repository.partition("/")
+    return f"{PYPI}:{name}" if organization == PACKAGES else repository
+
+
+def _match_package(name: str, text: str, source: str) -> ModelName | None:
+    found = _PACKAGE.fullmatch(name)
+    if found is None:
+        return None
+    project = re.sub(r"[._-]+", "-", found["project"]).lower()
+    return ModelName(text, source, f"{PACKAGES}/{project}", found["version"])
 
 
 def near_short_names(text: str) -> list[str]:

@@ -26,7 +26,9 @@ TOKENIZERS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 TOKENIZER_PATTERNS = ("*.model", "*.model.v*", "*.tiktoken")
+"""Files with a tokenizer's vocabulary, by their names and by patterns."""
 SINGLE, INDEX_PATTERN, SUFFIX = "model.safetensors", "*.safetensors.index*.json", ".safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 DEFAULT_REVISION = "main"

@@ -13,7 +13,10 @@ from inferplane.errors import UsageError
 FILE_VARIABLE = "INFERPLANE_MODELS"
 """Variable that names the user's file; unset: `inferplane/models.yaml` in the folder of the user's settings."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*(?::[a-z0-9][a-z0-9._-]*)?")
-_MODEL = re.compile(r"(?:(?:hf|huggingface|ms|modelscope):(?://)?)?[\w.-]+/[\w.-]+(?:@[^:@\s]+)?(?::\S+)?", re.ASCII)
+_MODEL = re.compile(
+    r"(?:(?:hf|huggingface|ms|modelscope):(?://)?)?[\w.-]+/[\w.-]+(?:@[^:@\s]+)?(?::\S+)?|pypi:[\w.-]+(?:==[\w.!+]+)?",
+    re.ASCII,
+)
 _TAKEN = ("demo", "demo-draft", "demo-eagle")
 """Models that ship with Inferplane."""
 _FIELDS = ("model", "license", "size")

@@ -14,16 +14,16 @@ from inferplane.gguf.tokenizer import write_tokenizer
 from inferplane.gguf.tokenizer_splits import SPLITS
 
 TEXTS = (
-    "the 12 theme\n\n  he",
+    "tea 12 team\n\n  ea",
     "日本語 12345 naïve I'LL don't 🎉 x == y;\r\n\t",
-    "<|im_start|>user\nthe<|im_end|>",
+    "<|im_start|>user\ntea<|im_end|>",
 )
 
 
 def _byte_level(**changes: Any) -> dict[str, Any]:
     """The metadata of a small vocabulary over bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merged = ["Ġt", "he", "Ġthe", "the"]
+    merged = ["Ġt", "ea", "Ġtea", "tea"]
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tokens = [*special, *alphabet, *merged, "  "]
     entries = {
@@ -31,7 +31,7 @@ def _byte_level(**changes: Any) -> dict[str, Any]:
         "pre": "smollm",
         "tokens": tokens,
         "token_type": np.array([3] * 3 + [1] * (len(tokens) - 4) + [4], np.int32),
-        "merges": ["Ġ t", "h e", "Ġt he", "t he"],
+        "merges": ["Ġ t", "e a", "Ġt ea", "t ea"],
         "bos_token_id": 1,
         "eos_token_id": 2,
         "add_bos_token": False,
@@ -41,7 +41,7 @@ def _byte_level(**changes: Any) -> dict[str, Any]:
 
 def _pieces(**changes: Any) -> dict[str, Any]:
     """The metadata of a small vocabulary of SentencePiece."""
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{at:02X}>" for at in range(256)), "▁", "t", "h", "e", "▁t", "he", "▁the"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{at:02X}>" for at in range(256)), "▁", "t", "e", "a", "▁t", "ea", "▁tea"]
     scores = [0.0] * 259 + [-9.0, -8.0, -7.0, -6.0, -1.0, -2.0, -3.0]
     types = [2, 3, 3, *[6] * 256, *[1] * 7]
     entries = {
@@ -63,7 +63,7 @@ def _written(metadata, folder) -> tuple[Tokenizer, dict[str, Any], dict[str, Any
 
 def test_byte_level(tmp_path):
     built, settings, generation = _written(_byte_level() | {"tokenizer.chat_template": "{{ 1 }}"}, tmp_path)
-    assert built.encode("the 12 the  he").tokens == ["the", "Ġ", "1", "2", "Ġthe", "  ", "he"]
+    assert built.encode("tea 12 tea  ea").tokens == ["tea", "Ġ", "1", "2", "Ġtea", "  ", "ea"]
     assert built.encode("a<|im_end|>").tokens == ["a", "<|im_end|>"]
     for text in TEXTS:
         assert built.decode(built.encode(text).ids, skip_special_tokens=False) == text
@@ -91,18 +91,18 @@ def test_first_and_last_token(tmp_path):
 
 def test_pieces(tmp_path):
     built, settings, _ = _written(_pieces(), tmp_path)
-    assert built.encode("the the").tokens == ["<s>", "▁the", "▁the"]
+    assert built.encode("tea tea").tokens == ["<s>", "▁tea", "▁tea"]
     assert built.encode("é").tokens == ["<s>", "▁", "<0xC3>", "<0xA9>"]
-    assert built.decode(built.encode("the é🎉 the").ids) == "the é🎉 the"
+    assert built.decode(built.encode("tea é🎉 tea").ids) == "tea é🎉 tea"
     assert settings["unk_token"] == "<unk>" and settings["bos_token"] == "<s>"
     built, *_ = _written(_pieces(add_space_prefix=False, add_bos_token=False), tmp_path)
-    assert built.encode("the the").tokens == ["t", "he", "▁the"]
-    assert built.decode(built.encode("  the the").ids) == "  the the"
+    assert built.encode("tea tea").tokens == ["t", "ea", "▁tea"]
+    assert built.decode(built.encode("  tea tea").ids) == "  tea tea"
 
 
 def test_pieces_that_llama_merges_by_score_merge_by_id_in_gemma(tmp_path):
     scores = np.array([0.0] * 259 + [-9.0, -8.0, -7.0, -6.0, -1.0, -5.0, -3.0, -2.0], np.float32)
-    tokens = [*_pieces()["tokenizer.ggml.tokens"], "th"]
+    tokens = [*_pieces()["tokenizer.ggml.tokens"], "te"]
     changed = {
         "tokens": tokens,
         "scores": scores,
@@ -110,18 +110,17 @@ def test_pieces_that_llama_merges_by_score_merge_by_id_in_gemma(tmp_path):
         "add_bos_token": False,
         "add_space_prefix": False,
     }
-    assert _written(_pieces(**changed), tmp_path)[0].encode("the").tokens == ["th", "e"]
+    assert _written(_pieces(**changed), tmp_path)[0].encode("tea").tokens == ["te", "a"]
     gemma = _pieces(**changed) | {"general.architecture": "gemma3"}
-    assert _written(gemma, tmp_path)[0].encode("the").tokens == ["t", "he"]
+    assert _written(gemma, tmp_path)[0].encode("tea").tokens == ["t", "ea"]
 
 
 def test_end_tokens(tmp_path):
     tokens = ["<|start|>", "<|end|>", "<|return|>", "<|call|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
     types = np.array([3] * 4 + [1] * 257, np.int32)
     changed = {"tokens": tokens, "token_type": types, "merges": ["a b"], "bos_token_id": None, "eos_token_id": 2}
-    assert _written(_byte_level(**changed), tmp_path)[2] == {
-        "eos_token_id": [2, 3]
-    }  # a message's end is not the text's
+    # The end of a message, `<|end|>`, is not the text's.
+    assert _written(_byte_level(**changed), tmp_path)[2] == {"eos_token_id": [2, 3]}
     stated = _byte_level(eot_token_id=0, eom_token_id=2**32 - 1)
     assert _written(stated, tmp_path)[2]["eos_token_id"] == [2, 0]
 

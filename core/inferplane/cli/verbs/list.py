@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from inferplane.cli.arguments import Parser, add_json
 from inferplane.cli.screen import Screen
 from inferplane.hub.cache import list_repositories
-from inferplane.hub.names import parse_name
+from inferplane.hub.names import display_name, parse_name
 from inferplane.hub.progress import format_size
 from inferplane.hub.settings import default_cache
 from inferplane.hub.short_names import read_short_names, short_names_file
@@ -68,7 +68,8 @@ def _models() -> list[dict[str, Any]]:
             for snapshot in cache.list_snapshots()
         ]
         names = short.get(repository, [])
-        out.append({"model": repository, "short_names": names, "bytes": cache.size(), "snapshots": snapshots})
+        shown = display_name(repository)
+        out.append({"model": shown, "short_names": names, "bytes": cache.size(), "snapshots": snapshots})
     return out
 
 

@@ -12,7 +12,7 @@ from inferplane.cli.screen import Screen
 from inferplane.cli.verbs.pull import add_name, as_name
 from inferplane.errors import UsageError
 from inferplane.hub.cache import RepositoryCache, list_repositories
-from inferplane.hub.names import HUGGING_FACE
+from inferplane.hub.names import MODELSCOPE, display_name
 from inferplane.hub.progress import format_size
 from inferplane.hub.settings import default_cache
 
@@ -29,12 +29,12 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace, screen: Screen) -> int:
     """Remove and report."""
     name = as_name(args.name)
-    if name.source != HUGGING_FACE:
+    if name.source == MODELSCOPE:
         raise UsageError("Models of ModelScope lie in its own cache.", remedy="remove them by `modelscope clear-cache`")
     cache = RepositoryCache(default_cache(), name.repository)
     snapshot = cache.find(name.revision)
     if not cache.folder.is_dir() or (name.revision is not None and snapshot is None):
-        there = ", ".join(repository for repository, _ in list_repositories(default_cache()))
+        there = ", ".join(display_name(repository) for repository, _ in list_repositories(default_cache()))
         raise UsageError(f"{name.full} is not in the cache.", there_is=there or "no model")
     try:
         one = name.revision is not None and snapshot is not None and len(cache.list_snapshots()) > 1

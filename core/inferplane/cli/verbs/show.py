@@ -12,8 +12,9 @@ from inferplane.cli.arguments import Parser, add_json, add_offline
 from inferplane.cli.screen import Screen
 from inferplane.cli.verbs.pull import add_name, as_name
 from inferplane.hub import HubSettings, ModelName, find
-from inferplane.hub.cache import CachedSnapshot, find_snapshot
-from inferplane.hub.names import HUGGING_FACE
+from inferplane.hub.cache import CachedSnapshot, RepositoryCache
+from inferplane.hub.names import HUGGING_FACE, MODELSCOPE, PYPI
+from inferplane.hub.packages import find_package
 from inferplane.hub.progress import format_size
 from inferplane.hub.settings import is_offline
 
@@ -35,6 +36,8 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     """Look up and print."""
     name = as_name(args.name)
     data: dict[str, Any] = {"model": name.full, "license": name.short.license if name.short else "", "gated": None}
+    package = find_package(name) if name.source == PYPI else None
+    data |= {"license": package.license} if package is not None else {}
     snapshot = _snapshot(name)
     if snapshot is not None:
         data |= {"commit": snapshot.commit, "folder": str(snapshot.folder), "whole": snapshot.is_whole}
@@ -42,7 +45,8 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     elif name.source == HUGGING_FACE and not is_offline():
         data |= _ask_hub(name, screen)
     else:
-        data |= {"commit": "", "folder": None, "whole": False, "files": {}, "architecture": ""}
+        files = {} if package is None else {package.file: package.size}
+        data |= {"commit": "", "folder": None, "whole": False, "files": files, "architecture": ""}
     if args.json:
         screen.facts({"schema": SCHEMA, **data})
     else:
@@ -52,8 +56,8 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
 
 def _snapshot(name: ModelName) -> CachedSnapshot | None:
     settings = HubSettings.from_environment()
-    if name.source == HUGGING_FACE:
-        return find_snapshot(settings.cache, name)
+    if name.source != MODELSCOPE:
+        return RepositoryCache(settings.cache, name.repository).find(name.revision)
     found = find(name, settings)
     return None if found is None else CachedSnapshot(found.folder, found.commit)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from inferplane.errors import CheckpointError
 from inferplane.files import file_size
+from inferplane.hub.repository import TOKENIZER_PATTERNS, VOCABULARIES
 
 PROBES = (
     "Hello",
@@ -29,8 +30,6 @@ PARTS = ("normalizer", "pre_tokenizer", "decoder")
 probes: classes of transformers rebuild it on purpose."""
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 """Files that may name tokens beside those of tokenizer.json."""
-VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
-"""Files with a tokenizer's vocabulary, beside those that end in `.model` or `.tiktoken`."""
 FILES = (*VOCABULARIES, "merges.txt", *SETTINGS)
 MAX_FILE_BYTES = 2**28
 """The largest known one, with 262,144 tokens, has 34 MB."""
@@ -43,7 +42,7 @@ def has_vocabulary(folder: Path) -> bool:
     a tokenizer of a few special tokens. A broken link counts: loading it says what is broken.
     """
     named = any(os.path.lexists(folder / name) for name in VOCABULARIES)
-    return named or any(any(folder.glob(pattern)) for pattern in ("*.model", "*.model.v*", "*.tiktoken"))
+    return named or any(any(folder.glob(pattern)) for pattern in TOKENIZER_PATTERNS)
 
 
 def no_vocabulary(name: str, folder: Path, remedy: str) -> CheckpointError:
