@@ -23,6 +23,7 @@ SERVING := .venv-serving
 
 # Vendors with a folder in tests/vendors; what each needs beside Inferplane lies in an environment of its own, .venv-NAME.
 VENDORS := $(patsubst tests/vendors/%/suite.json,%,$(sort $(wildcard tests/vendors/*/suite.json)))
+VENDOR_ENVIRONMENTS := $(patsubst tests/vendors/%/requirements.txt,.venv-%/.installed,$(wildcard tests/vendors/*/requirements.txt))
 # What `make conformance` tests, and where its evidence goes.
 DEVICE ?= cpu
 EVIDENCE ?= backends/$(firstword $(subst :, ,$(DEVICE)))/evidence/
@@ -49,7 +50,7 @@ FLOOR_TESTS := tests/unit/dialogue tests/unit/engine/request/test_text.py tests/
 GATES := .venv-gates
 TRITONS := 3.9.0 3.6.0
 
-.PHONY: help demo chat test test-families test-transformers-floor test-serving test-attack test-real-models test-vendors test-gates gates-record gpu-check conformance sanitize lint format docs docs-check clean
+.PHONY: help demo chat test test-families test-transformers-floor test-serving test-attack test-real-models test-vendors test-gates gates-record gpu-check conformance sanitize environments lint format docs docs-check clean
 
 help:
 	@echo "make demo        the demo model writes some Python, on this machine's processor"
@@ -180,8 +181,8 @@ $(BIN)/pip:
 $(GATES)/.installed: pyproject.toml constraints.txt
 	@echo "installing Triton $(TRITONS) into $(GATES)"
 	$(PYTHON) -m venv $(GATES)
-	$(subst $(BIN),$(GATES)/bin,$(PIP_INSTALL)) "triton==$(firstword $(TRITONS))" -e ".[test]"
-	for version in $(wordlist 2,9,$(TRITONS)); do $(GATES)/bin/python -m pip install -q -q \
+	$(subst $(BIN),$(GATES)/bin,$(PIP_INSTALL)) --no-compile "triton==$(firstword $(TRITONS))" -e ".[test]"
+	for version in $(wordlist 2,9,$(TRITONS)); do $(GATES)/bin/python -m pip install -q -q --no-compile \
 		--disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade --target $(GATES)/triton-$$version triton==$$version \
 		|| exit 1; done
 	@touch $@
@@ -210,7 +211,11 @@ $(SERVING)/.installed: $(INSTALLED)
 	$(subst $(BIN),.venv-$*/bin,$(PIP_INSTALL)) --no-compile -r $<
 	@touch $@
 
+# What the whole check needs beside .venv: the server's environment, the compile gates', the vendors', the oldest
+# transformers. One after the other: each writes what setuptools leaves in the source tree.
+environments: $(SERVING)/.installed $(GATES)/.installed $(FLOOR)/.installed $(VENDOR_ENVIRONMENTS)
+
 $(VENV)/.installed-lint: $(INSTALLED) | $(BIN)/pip
 	@echo "installing Inferplane and its linters into $(VENV); the first time this takes a few minutes"
 	$(PIP_INSTALL) -e ".[lint,serving,test]"  # mypy reads the conformance suite, which needs pytest
-	@touch $(VENV)/.installed $@
+	@touch $(VENV)/.installed $(VENV)/.installed-test $@

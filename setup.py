@@ -3,10 +3,15 @@
 The kernels are a plain shared library, loaded with ctypes, which links neither Python nor torch. If it cannot be built,
 the installation continues without it, and the file `native.txt` beside the backend contains the reason, which
 `inferplane doctor` and `inferplane explain` show. Set INFERPLANE_NO_NATIVE=1 to skip it.
+
+What is compiled stays in build/native, under a sum over all that goes into it: a clone's other environments copy it.
 """
 
+import filecmp
+import hashlib
 import os
 import platform
+import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +21,7 @@ from setuptools.command.build_ext import build_ext
 
 PACKAGE = "inferplane_cpu"
 NOTE = "native.txt"
+COMPILED = Path("build/native")
 FOLDER = "backends/cpu/csrc"
 """Where the sources are; headers are named from here, as "products/linear.h"."""
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
@@ -67,6 +73,12 @@ class BuildNative(build_ext):
             raise RuntimeError(
                 f"they are written for x86-64 Linux, and this is {platform.machine()} {platform.system()}"
             )
+        compiled = COMPILED / f"{_fingerprint()}.so"
+        if not compiled.exists():
+            self._compile(compiled)
+        shutil.copyfile(compiled, library)
+
+    def _compile(self, library: Path) -> None:
         objects = Path(self.build_temp) / PACKAGE
         objects.mkdir(parents=True, exist_ok=True)
 
@@ -77,17 +89,28 @@ class BuildNative(build_ext):
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             compiled = list(pool.map(compile_source, SOURCES))
-        _run([*_compiler(), "-shared", "-o", str(library), *compiled])
+        library.parent.mkdir(parents=True, exist_ok=True)
+        linked = library.with_name(f"{library.name}.{os.getpid()}")
+        _run([*_compiler(), "-shared", "-o", str(linked), *compiled])
+        for older in library.parent.glob("*.so"):
+            older.unlink(missing_ok=True)
+        linked.replace(library)
 
     def copy_extensions_to_source(self) -> None:
-        """For editable installs: copy the library, or the reason why there is none, and remove stale ones."""
+        """For editable installs: copy the library, or the reason why there is none, and remove stale ones.
+
+        A library that is there already is left as it is: another environment's processes may be loading it.
+        """
         for ext in self.extensions:
             built = Path(self.build_lib) / self.get_ext_filename(self.get_ext_fullname(ext.name))
             folder = Path(self.get_finalized_command("build_py").get_package_dir(PACKAGE))
             for name in (built.name, NOTE):
-                (folder / name).unlink(missing_ok=True)
-                if built.with_name(name).exists():
-                    self.copy_file(str(built.with_name(name)), str(folder / name))
+                made, there = built.with_name(name), folder / name
+                if made.exists() and there.exists() and filecmp.cmp(made, there, shallow=False):
+                    continue
+                there.unlink(missing_ok=True)
+                if made.exists():
+                    self.copy_file(str(made), str(there))
 
     def get_outputs(self) -> list[str]:
         """Paths of the library, or of the reason why there is none."""
@@ -95,8 +118,8 @@ class BuildNative(build_ext):
         return [str(p) for library in libraries for p in (library, library.with_name(NOTE)) if p.exists()]
 
 
-def _run(command: list[str]) -> None:
-    """Run a compiler; RuntimeError with the first line of its output that mentions an error."""
+def _run(command: list[str]) -> str:
+    """What a compiler prints; RuntimeError with the first line of its output that mentions an error."""
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:
@@ -106,10 +129,20 @@ def _run(command: list[str]) -> None:
         raise RuntimeError(f"{command[0]} failed: {next((x for x in lines if 'error' in x), lines[0]).strip()}")
     if done.stderr:
         print(done.stderr)
+    return done.stdout
 
 
 def _compiler() -> list[str]:
     return os.environ.get("CXX", "g++").split()
+
+
+def _fingerprint() -> str:
+    """A sum over the sources, the flags, the compiler and the C library, by which a compiled library is found again."""
+    version = _run([*_compiler(), "--version"])
+    total = hashlib.sha256(repr((FLAGS, SOURCES, _compiler(), version, platform.libc_ver())).encode())
+    for path in sorted(path for path in Path(FOLDER).rglob("*") if path.is_file()):
+        total.update(f"{path.as_posix()} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return total.hexdigest()[:32]
 
 
 # pyproject.toml could name folders one by one, but no pattern for them.
