@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -172,9 +173,11 @@ class Build:
 
     def rms_norm(self, name: str, width: int, eps: float | None = None) -> RMSNorm:
         """Declare an RMS norm. `eps` defaults to the config's epsilon."""
-        if eps is None:
-            eps = self.config.number("rms_norm_eps", 1e-6)
-        return RMSNorm(Weight((f"{name}.weight",), (width,)), eps)
+        return RMSNorm(Weight((f"{name}.weight",), (width,)), self._rms_norm_eps if eps is None else eps)
+
+    @cached_property
+    def _rms_norm_eps(self) -> float:
+        return self.config.number("rms_norm_eps", 1e-6)
 
     def offset_rms_norm(self, name: str, width: int) -> RMSNorm:
         """Declare an RMS norm whose weight is stored without its 1."""

@@ -301,7 +301,7 @@ class Op(Scratch):
 
     def _find_formats(self) -> frozenset[str]:
         own = {value.format for _, value in self.items() if isinstance(value, Weight)}
-        return frozenset(own.union(*(child.formats() for _, child in self.children())))
+        return frozenset(own.union(*[child.formats() for _, child in self.children()]))
 
     def extensions(self) -> frozenset[str]:
         """Extensions that this op and all ops below use; `extension` tells what they are. Its own kind does not count:
@@ -309,11 +309,13 @@ class Op(Scratch):
         return self.once("extensions", self._find_extensions)
 
     def _find_extensions(self) -> frozenset[str]:
-        return self.own_extensions().union(*(child.extensions_below() for _, child in self.children()))
+        return self.own_extensions().union(*[child.extensions_below() for _, child in self.children()])
 
     def own_extensions(self) -> frozenset[str]:
         """Those among `extensions` that its own fields use."""
         defaults = self._extension_fields
+        if not defaults:
+            return frozenset()
         return frozenset(f"{self.name}.{name}" for name, value in defaults.items() if getattr(self, name) != value)
 
     def extensions_below(self) -> frozenset[str]:

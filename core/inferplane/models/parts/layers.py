@@ -64,7 +64,7 @@ def decoder_layer(build: Build, i: int, attn: Any, mlp: Any, form: LayerForm = P
         if part is None:
             return None
         norm = form.norm_before(build, f"{name}.{part}", width)
-        if isinstance(norm, ops.AddNorm):
+        if isinstance(norm, ops.AddNorm) or not build.activation_quants:
             return norm
         quant = norm_output_quant(*(weight for block in blocks for weight in input_weights(block)))
         return norm if quant is None else replace(norm, output_quant=quant)
