@@ -65,6 +65,15 @@ def test_verbs(file, verb, capsys):
     assert json.loads(capsys.readouterr().out)
 
 
+def test_show(file, capsys):
+    assert main(["show", str(file), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["architecture"] == "LlamaForCausalLM" and data["types"] == {"Q8_0": 8, "F32": 3}
+    assert data["files"] == {file.name: file.stat().st_size}
+    assert main(["show", str(file)]) == 0
+    assert "8 in Q8_0, 3 in F32" in capsys.readouterr().out
+
+
 def test_explain_says_what_is_expanded(tmp_path, capsys):
     file = write(tmp_path / "tiny-Q2_K.gguf", llama("Q2_K"))
     assert main(["explain", str(file), "--device", "cpu"]) == 0

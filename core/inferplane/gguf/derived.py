@@ -19,6 +19,8 @@ from inferplane.errors import UsageError
 FORMAT = 1
 """Raised when another content is derived from the same file."""
 VOCABULARY = "tokenizer.ggml.model"
+NONE = "none"
+"""The vocabulary of files without one: their models run on token ids."""
 TOKENIZER = "inferplane.gguf.tokenizer"
 
 
@@ -65,7 +67,7 @@ def derive(path: Path, metadata: Mapping[str, Any], config: Mapping[str, Any]) -
 def _write(folder: Path, metadata: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     """Write the files of a folder."""
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    if VOCABULARY in metadata and find_spec(TOKENIZER) is not None:
+    if metadata.get(VOCABULARY, NONE) != NONE and find_spec(TOKENIZER) is not None:
         importlib.import_module(TOKENIZER).write_tokenizer(metadata, folder)
 
 

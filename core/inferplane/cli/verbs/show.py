@@ -1,4 +1,4 @@
-"""Show what a name stands for, where the model lies, its commit and its files.
+"""Show what a name stands for, where the model lies, its commit and its files; or what a GGUF file holds.
 
 Of a model that is not in the cache, the hub says what a download would bring; nothing is downloaded.
 """
@@ -6,6 +6,8 @@ Of a model that is not in the cache, the hub says what a download would bring; n
 from __future__ import annotations
 
 import argparse
+from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inferplane.cli.arguments import Parser, add_json, add_offline
@@ -34,7 +36,17 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, screen: Screen) -> int:
     """Look up and print."""
-    name = as_name(args.name)
+    data = _describe_file(Path(args.name).expanduser()) or _describe_name(args.name, screen)
+    if args.json:
+        screen.facts({"schema": SCHEMA, **data})
+    else:
+        screen.show(_table(data))
+    return 0
+
+
+def _describe_name(text: str, screen: Screen) -> dict[str, Any]:
+    """What a name stands for."""
+    name = as_name(text)
     data: dict[str, Any] = {"model": name.full, "license": name.short.license if name.short else "", "gated": None}
     package = find_package(name) if name.source == PYPI else None
     data |= {"license": package.license} if package is not None else {}
@@ -47,11 +59,33 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     else:
         files = {} if package is None else {package.file: package.size}
         data |= {"commit": "", "folder": None, "whole": False, "files": files, "architecture": ""}
-    if args.json:
-        screen.facts({"schema": SCHEMA, **data})
-    else:
-        screen.show(_table(data))
-    return 0
+    return data
+
+
+def _describe_file(path: Path) -> dict[str, Any]:
+    """What a GGUF file and its shards hold; empty if the path names none."""
+    if not path.exists():
+        return {}
+    from inferplane.gguf.opened import GGUFModel, find_file
+
+    file = find_file(path)
+    if file is None:
+        return {}
+    model = GGUFModel.open(file)
+    paths = {entry.path: entry.path.stat().st_size for entry in model.header.tensors.values()}
+    types = Counter(entry.type.name for entry in model.header.tensors.values())
+    license = model.header.metadata.get("general.license")
+    return {
+        "model": str(file),
+        "license": license if isinstance(license, str) else "",
+        "gated": None,
+        "commit": "",
+        "folder": str(file.parent),
+        "whole": True,
+        "files": {path.name: size for path, size in sorted(paths.items())},
+        "architecture": str(model.entries["architectures"][0]),
+        "types": dict(types.most_common()),
+    }
 
 
 def _snapshot(name: ModelName) -> CachedSnapshot | None:
@@ -94,6 +128,7 @@ def _table(data: dict[str, Any]) -> Table:
     whole = "" if data["whole"] or data["folder"] is None else ", not whole (`inferplane pull` fetches the rest)"
     rows = [("model", data["model"]), ("commit", data["commit"]), ("folder", f"{folder}{whole}")]
     rows += [("architecture", data["architecture"]), ("license", data["license"])]
+    rows += [("tensors", ", ".join(f"{count} in {kind}" for kind, count in data.get("types", {}).items()))]
     rows += [("access", "gated: the publisher grants it")] if data["gated"] else []
     for what, words in rows:
         if words:
