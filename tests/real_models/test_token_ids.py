@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 
+from inferplane.gguf import read_header
 from inferplane.gguf.tokenizer import write_tokenizer
 from tests.real_models.conftest import fetch_once
 
@@ -38,24 +38,12 @@ def generated_texts() -> list[str]:
     return texts
 
 
-def read_metadata(file):
-    """The file's metadata, with arrays of numbers as numpy arrays."""
-    import gguf
-
-    fields = gguf.GGUFReader(file).fields
-    entries = {key: field.contents() for key, field in fields.items()}
-    for key, kind in (("token_type", np.int32), ("scores", np.float32)):
-        if (values := entries.get(f"tokenizer.ggml.{key}")) is not None:
-            entries[f"tokenizer.ggml.{key}"] = np.array(values, kind)
-    return entries
-
-
 @pytest.mark.parametrize("name", ["smollm2", "gemma3-270m"])
 def test_token_ids(name, tmp_path):
     from transformers import AutoTokenizer
 
-    file, _ = fetch_once(name)
-    write_tokenizer(read_metadata(file), tmp_path)
+    file = fetch_once(name)
+    write_tokenizer(read_header(file).metadata, tmp_path)
     own = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     reference = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).backend_tokenizer
     texts = generated_texts()
