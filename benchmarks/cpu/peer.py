@@ -3,6 +3,7 @@ seconds of a step, or `prefill TOKENS` with seconds. Between lines it waits with
 tokens of a sequence, `BATCH` the most sequences, `KV` inferplane's `kv_dtype`; others leave theirs as it is.
 
     python peer.py inferplane:bf16|inferplane:int8|inferplane:int4 FOLDER MOST BATCH [KV]
+    python peer.py inferplane:file FILE.gguf MOST BATCH [KV]   # as the file has its weights
     python peer.py transformers:eager|transformers:sdpa|transformers:compiled FOLDER MOST BATCH [KV]
     python peer.py llama.cpp FILE.gguf MOST BATCH [KV]   # with the Python that has llama-cpp-python
     python peer.py openvino FOLDER MOST BATCH [KV]       # with the Python that has openvino; exported by optimum-intel
@@ -22,7 +23,7 @@ class Inferplane:
     def __init__(self, precision, folder, tokens, batch, kv="auto"):
         from inferplane import LLM
 
-        scheme = None if precision == "bf16" else f"weight_only_{precision}"
+        scheme = None if precision in ("bf16", "file") else f"weight_only_{precision}"
         self.llm = LLM(
             folder, device="cpu", dtype="bfloat16", max_model_len=tokens, max_num_seqs=batch, quantization=scheme,
             enable_prefix_caching=False, max_num_batched_tokens=batch * tokens, kv_cache_dtype=kv,

@@ -5,6 +5,8 @@
     python benchmarks/cpu/turns.py --shape qwen3-0.6b --turns 7 --json qwen.json
     python benchmarks/cpu/turns.py --llama-python PYTHON --gguf bf16=a.gguf int4=b.gguf
                                        # PYTHON has llama-cpp-python; the files hold a model of the same shape
+    python benchmarks/cpu/turns.py --ours --transformers --llama-python PYTHON --file q4_k_m=a.gguf
+                                       # llama.cpp and inferplane read the same file
     python benchmarks/cpu/turns.py --baseline ../before --turns 15 --transformers --prefill
                                        # an older checkout of Inferplane, its native kernels built in place
 
@@ -110,6 +112,11 @@ def start(args, folder):
         for precision in args.ours:
             peers.append(Process(sys.executable, f"inferplane:{precision}", folder, limits, args.baseline.resolve()))
             peers[-1].name = f"baseline:{precision}"
+    for name, file in args.file:
+        peers.append(Process(sys.executable, "inferplane:file", file, limits))
+        peers[-1].name = f"inferplane:{name}"
+        peers.append(Process(args.llama_python, "llama.cpp", file, limits))
+        peers[-1].name = f"llama.cpp:{name}"
     for precision, _, file in (word.partition("=") for word in args.gguf):
         peers.append(Process(args.llama_python, "llama.cpp", file, limits))
         peers[-1].name = f"llama.cpp:{precision}"
@@ -145,7 +152,7 @@ def summary(shape, test, runs, beside):
         "spread": [tokens / max(seconds), tokens / min(seconds)],
     }
     if verb == "decode" and tokens == 1:
-        nbytes = decode_bytes(shape, beside[1])
+        nbytes = beside[2] or decode_bytes(shape, beside[1])
         out["bandwidth"] = statistics.median(nbytes / s / 1e9 / ((a + b) / 2) for s, a, b in runs)
     if beside[0]:
         ratios = [theirs / ours for (ours, _, _), (theirs, _, _) in zip(beside[0], runs, strict=True)]
@@ -164,6 +171,12 @@ def bounds(ratios):
     logs = [math.log(r) for r in ratios]
     means = sorted(statistics.fmean(draw.choices(logs, k=len(logs))) for _ in range(10_000))
     return math.exp(means[500]), [math.exp(means[250]), math.exp(means[9749])]
+
+
+def named_file(text):
+    """`NAME=FILE`."""
+    name, _, file = text.partition("=")
+    return name, Path(file)
 
 
 def context_and_batch(text):
@@ -194,6 +207,9 @@ def main():
     parser.add_argument(
         "--gguf", nargs="*", default=[], metavar="PRECISION=FILE", help="bf16, int8 or int4, and a model"
     )
+    parser.add_argument(
+        "--file", type=named_file, nargs="*", default=[], metavar="NAME=FILE", help="a .gguf that both sides read"
+    )
     parser.add_argument("--openvino-python", default=sys.executable, help="a Python with openvino")
     parser.add_argument("--openvino", nargs="*", default=[], metavar="PRECISION=FOLDER", help="exported models")
     parser.add_argument("--kv-dtype", default="auto", help="of ours; OpenVINO's is uint8 beside coded weights")
@@ -207,11 +223,12 @@ def main():
         found = measure(args, peers, probe)
         for peer in peers:
             peer.close()
+    sizes = {name: file.stat().st_size for name, file in args.file}  # weights, all but a few hundredths
     results = {
         test: {
-            name: summary(args.shape, test, runs, (by_peer.get(f"inferplane:{precision}"), precision))
+            name: summary(args.shape, test, runs, (by_peer.get(f"inferplane:{form}"), form, sizes.get(form)))
             for name, runs in by_peer.items()
-            if (precision := name.partition(":")[2] if name.partition(":")[2] in BITS else "bf16")
+            if (form := of if (of := name.partition(":")[2]) in BITS or of in sizes else "bf16")
         }
         for test, by_peer in found.items()
     }

@@ -22,7 +22,7 @@ const int32_t *ip_struct_bytes(void);
 // IP_KINDS of the library, for the same purpose.
 int ip_num_kinds(void);
 // Number of the functions' signatures, which grows with every change of one: a caller of another number must not call.
-#define IP_SIGNATURES 6
+#define IP_SIGNATURES 7
 int ip_signatures(void);
 
 // -- instruction sets and threads
@@ -58,7 +58,7 @@ void ip_gather_rows(const ip_matrix *w, const int64_t *ids, int64_t count, float
 void ip_scale_logits(const ip_logit_scale *scale, float *logits, int64_t count);
 // How many bytes `data` of a weight in panels has; reads kind, group, n and k of w.
 int64_t ip_packed_bytes(const ip_matrix *w);
-// Writes int8 entries [n, k] (int4: -8 .. 7) as panels to `out`, ip_packed_bytes(w) bytes. Returns 1; 0 if w is
+// Writes int8 entries [n, k] (int4: -8 .. 7, or 0 .. 15 with minimums) as panels to `out`, ip_packed_bytes(w) bytes. Returns 1; 0 if w is
 // IP_MXFP4 and an entry is none that it has.
 int ip_pack_weight(const ip_matrix *w, const int8_t *values, uint8_t *out);
 

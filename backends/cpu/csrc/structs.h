@@ -27,8 +27,8 @@ enum ip_activation { IP_SILU = 0, IP_GELU = 1, IP_GELU_TANH = 2, IP_RELU2 = 3 };
 // A weight [n, k].
 typedef struct {
   int32_t kind;
-  // IP_INT8, IP_INT4, IP_MXFP4: columns that share a scale, a multiple of 32 up to 128; 0: one scale per row. IP_FP8:
-  // rows that share one.
+  // IP_INT8, IP_INT4, IP_MXFP4: columns that share a scale, a multiple of 32 up to 128, or 16 with IP_INT8; 0: one scale
+  // per row. IP_FP8: rows that share one.
   int32_t group;
   int64_t n, k, ld;
   const void *data;
@@ -37,6 +37,16 @@ typedef struct {
   const ip_bf16 *bias;  // [n] or null
   // IP_MXFP4: scales that are powers of two as the exponent bits of float32, used if `scale` is null.
   const uint8_t *scale_exponent;
+  // IP_INT8, IP_INT4: scales as integers [ceil(n / 16), groups, 16] times a unit per 256 columns [ceil(n / 16), ceil(k /
+  // 256), 16], used if all others are null.
+  const int8_t *scale_code;
+  const float *scale_unit;
+  // IP_INT8, IP_INT4 with groups of columns: a number per group that is added to each of its values, in one of the forms
+  // of scales; all null: none. Entries of IP_INT4 with minimums are 0 .. 15.
+  const float *minimum;
+  const ip_bf16 *minimum_f16;
+  const int8_t *minimum_code;
+  const float *minimum_unit;
 } ip_matrix;
 
 // One layer's paged KV cache. Position p of a sequence is in slot table[p / block] * block + p % block, where `table`

@@ -67,6 +67,11 @@ def empty(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.uint8) if found is None else found.view(shape)
 
 
+def copy(numbers: torch.Tensor) -> torch.Tensor:
+    """A dense copy of numbers where `empty` gives bytes."""
+    return empty(numbers.nbytes).view(numbers.dtype).view(numbers.shape).copy_(numbers)
+
+
 def zeros(nbytes: int) -> torch.Tensor:
     """Zeros `[nbytes]` as `empty` gives bytes; what is not touched takes no memory."""
     found = _allocate(nbytes)  # never used before, so zeros

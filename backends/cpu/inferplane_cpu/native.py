@@ -73,7 +73,7 @@ def _init_thread() -> None:
     torch.get_num_threads()
 
 
-SIGNATURES = 6
+SIGNATURES = 7
 """IP_SIGNATURES of the library that is called here: it grows with every change of a function's arguments."""
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_select_isa": (c_int, c_char_p),

@@ -68,8 +68,12 @@ T *keep(Stored &s, int64_t n) {
   return *a;
 }
 
+constexpr int kMinimums = 64, kCoded = 128;  // added to a kind: with minimums; with scales that are integers times units
+
 Stored weight(int kind, int group, int64_t n, int64_t k) {
   Stored s = {};
+  const bool least = kind & kMinimums, coded = kind & kCoded;
+  kind &= kMinimums - 1;
   s.m = {kind, group, n, k, k, nullptr, nullptr, nullptr, nullptr, nullptr};
   s.values.resize((size_t)(n * k));
   if (kind == IP_BF16 || kind == IP_BF16_REORDERABLE) {
@@ -94,18 +98,35 @@ Stored weight(int kind, int group, int64_t n, int64_t k) {
   } else {
     int top = kind == IP_INT4 ? 7 : 127;
     const int fours[] = {0, 1, 2, 3, 4, 6, 8, 12};
-    int64_t groups = group ? (k + group - 1) / group : 1, panels = (n + 15) / 16;
-    float *scale = keep<float>(s, panels * groups * 16);
-    for (int64_t i = 0; i < panels * groups * 16; i++) scale[i] = drawn();
+    int64_t groups = group == 16 ? (k + 31) / 32 * 2 : group ? (k + group - 1) / group : 1, panels = (n + 15) / 16;
+    float *scale = keep<float>(s, panels * groups * 16), *minimum = keep<float>(s, panels * groups * 16);
+    for (int64_t i = 0; i < panels * groups * 16; i++) scale[i] = drawn(), minimum[i] = least ? drawn() : 0;
+    if (coded)
+      for (float *numbers : {scale, minimum}) {
+        int64_t units = (k + 255) / 256, per_unit = 256 / group;
+        int8_t *code = keep<int8_t>(s, panels * groups * 16);
+        float *unit = keep<float>(s, panels * units * 16);
+        for (int64_t i = 0; i < panels * units * 16; i++) unit[i] = drawn();
+        for (int64_t i = 0; i < panels * groups * 16; i++) {
+          int64_t panel = i / 16 / groups, g = i / 16 % groups;
+          code[i] = (int8_t)lrintf(drawn() * 127);
+          if (numbers == scale || least) numbers[i] = (float)code[i] * unit[(panel * units + g / per_unit) * 16 + i % 16];
+        }
+        if (numbers == scale) s.m.scale_code = code, s.m.scale_unit = unit;
+        if (numbers == minimum && least) s.m.minimum_code = code, s.m.minimum_unit = unit;
+      }
     Array<int8_t> entries(n * k);
     for (int64_t i = 0; i < n * k; i++) {
       int64_t row = i / k, g = group ? i % k / group : 0;
       float number = drawn();
       entries[i] = (int8_t)lrintf(number * (float)top);
+      if (kind == IP_INT4 && least) entries[i] = (int8_t)((fabsf(number) * 15.99f));
       if (kind == IP_MXFP4) entries[i] = (int8_t)((number < 0 ? -1 : 1) * fours[(int)(fabsf(number) * 7.99f)]);
-      s.values[(size_t)i] = (float)entries[i] * scale[(row / 16 * groups + g) * 16 + row % 16];
+      int64_t at = (row / 16 * groups + g) * 16 + row % 16;
+      s.values[(size_t)i] = (float)entries[i] * scale[at] + minimum[at];
     }
-    s.m.scale = scale;
+    if (!coded) s.m.scale = scale;
+    if (!coded && least) s.m.minimum = minimum;
     uint8_t *packed = keep<uint8_t>(s, ip_packed_bytes(&s.m));
     expect(ip_pack_weight(&s.m, entries, packed) == 1, "packing");
     s.m.data = packed;
@@ -114,7 +135,9 @@ Stored weight(int kind, int group, int64_t n, int64_t k) {
 }
 
 void products() {
-  const int kinds[][2] = {{IP_BF16, 0}, {IP_BF16_REORDERABLE, 0}, {IP_FP8, 128}, {IP_FP8, 24}, {IP_INT8, 0}, {IP_INT8, 64}, {IP_INT8, 128}, {IP_INT4, 32}, {IP_INT4, 96}, {IP_INT4, 0}, {IP_MXFP4, 32}, {IP_W8A8, 0}};
+  const int kinds[][2] = {{IP_BF16, 0}, {IP_BF16_REORDERABLE, 0}, {IP_FP8, 128}, {IP_FP8, 24}, {IP_INT8, 0}, {IP_INT8, 64}, {IP_INT8, 128}, {IP_INT4, 32}, {IP_INT4, 96}, {IP_INT4, 0}, {IP_MXFP4, 32}, {IP_W8A8, 0},
+                          {IP_INT8, 16}, {IP_INT8 + kCoded, 16}, {IP_INT8 + kMinimums + kCoded, 16}, {IP_INT8, 32},
+                          {IP_INT4 + kMinimums, 32}, {IP_INT4 + kMinimums + kCoded, 32}};
   const int64_t sizes[][3] = {{1, 1, 1}, {3, 17, 31}, {16, 33, 160}, {37, 70, 257}, {70, 200, 96}, {85, 144, 300}, {1, 37, 530}, {2, 33, 512}, {66, 33, 513}};
   for (auto &kind : kinds)
     for (auto &size : sizes) {
@@ -291,7 +314,8 @@ void experts() {
 
 void layers(bool coded) {
   const int kinds[][2] = {{IP_BF16, 0},   {IP_BF16_REORDERABLE, 0}, {IP_FP8, 128}, {IP_INT8, 64},
-                          {IP_INT8, 128}, {IP_INT4, 32},       {IP_INT4, 96}, {IP_W8A8, 0}};
+                          {IP_INT8, 128}, {IP_INT4, 32},       {IP_INT4, 96}, {IP_W8A8, 0},
+                          {IP_INT8 + kCoded, 16}, {IP_INT4 + kMinimums + kCoded, 32}};
   for (auto &kind : kinds)
     for (int32_t many : {1, 8, 90}) {
       int64_t width = kind[0] == IP_BF16_REORDERABLE ? 530 : 70, heads = 4, kv = 2, dim = many > 8 ? 32 : 22, inner = 48, slots = 120 * 16;

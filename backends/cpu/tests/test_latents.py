@@ -10,7 +10,7 @@ from inferplane.ops import OPS, Draw, encode
 from inferplane.ops.mla import MLADims
 from inferplane.types import HOST
 from inferplane_cpu.kernels.attention import LAYOUTS, mla_absorbed, mla_absorbed_panels, mla_expanded_panels
-from inferplane_cpu.kernels.packing import PANEL_FORMATS, Panels
+from inferplane_cpu.kernels.packing import LATENT_FORMATS, Panels
 from inferplane_cpu.kvcache import layouts
 from inferplane_cpu.native import instruction_sets, native, use_instruction_set
 
@@ -51,7 +51,7 @@ def weight(dims, format, seed=5):
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("format", PANEL_FORMATS)
+@pytest.mark.parametrize("format", LATENT_FORMATS)
 @pytest.mark.parametrize("dims", SIZES.values(), ids=SIZES)
 def test_against_the_dequantized_weight(dims, format, layout, name):
     q = weight(dims, format)
@@ -68,7 +68,7 @@ def test_against_the_dequantized_weight(dims, format, layout, name):
 
 
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("format", ["int8_group", "int4_group32"])
+@pytest.mark.parametrize("format", ["int8_group", "int8_group32", "int4_group32"])
 def test_a_row_is_the_same_whoever_is_beside_it(format, name):
     dims = SIZES["heads share panels"]
     panels = Panels(weight(dims, format))
@@ -88,7 +88,7 @@ def test_a_row_is_the_same_whoever_is_beside_it(format, name):
 
 
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("format", PANEL_FORMATS)
+@pytest.mark.parametrize("format", LATENT_FORMATS)
 @pytest.mark.parametrize("sequences", [SEQUENCES, [(70, 0)], [(65, 17), (9, 0)]], ids=["few", "prompt", "chunks"])
 @pytest.mark.parametrize("dims", [SIZES["whole panels"], SIZES["heads share panels"]], ids=["whole", "shared"])
 def test_expanded_for_many_tokens(dims, sequences, format, name):

@@ -14,7 +14,7 @@ from inferplane.binding import Options, PlanSettings, bind, view_of
 from inferplane.conformance import stepping, test_models
 from inferplane.conformance.configs import TINY, model
 from inferplane.conformance.subject import Subject
-from inferplane.models import Build, Config, deepseek_v3
+from inferplane.models import Build, Config, deepseek_v3, llama
 from inferplane.ops import CausalLM
 from inferplane.plugin import PLAIN, ModelOutput
 from inferplane.plugins import host
@@ -22,7 +22,7 @@ from inferplane.types.batch import Query, make_batch
 from inferplane_cpu.kernels.layer_description import native_layer
 from inferplane_cpu.kernels.model import causal_lm
 from inferplane_cpu.native import instruction_sets, native, use_instruction_set
-from tests.unit.support.small import ENDS, PROJECTIONS, V3, WHOLE_MODEL, tiny_llama, tiny_v3
+from tests.unit.support.small import ENDS, LLAMA, PROJECTIONS, V3, WHOLE_MODEL, tiny_llama, tiny_v3
 
 SETS = instruction_sets()
 needs_library = pytest.mark.skipif(not SETS, reason=f"not run: {native().reason}")
@@ -72,6 +72,8 @@ def count_bodies(view, calls):
     [
         *((format, ends) for format in (PLAIN, "fp8_block") for ends in ("own", "tied")),
         *((format, ends) for format in ("int8_group", "int4_group32") for ends in ("own", "tied", "coded")),
+        ("int4_min32", "coded"),
+        ("int8_min16", "own"),
         ("int8_row", "coded"),
         ("fp8_block", "head"),
     ],
@@ -358,6 +360,33 @@ def test_latents_and_experts_in_one_call(name, format, kv_b, schedule):
         )
     for one, other, small in zip(chained, single, parts, strict=True):
         assert torch.equal(one, other)
+        assert (one - small).abs().max() <= CausalLM.tolerance[torch.bfloat16] * small.abs().max()
+
+
+Q4_K_M = {"q_proj": "int4_min32", "k_proj": "int4_min32", "v_proj": "int8_group16", "down_proj": "int8_group16"}
+"""Formats of what has another one than `int4_min32`, as llama.cpp stores it under this name."""
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_parts_and_layers_of_several_formats(name):
+    """Fused parts take the format that holds both; a step is one call that gives what smaller kernels give."""
+
+    def of(part):
+        module, ends = part.removesuffix(".weight").rpartition(".")[2], "int8_group16" if part.endswith(ENDS) else PLAIN
+        return Q4_K_M.get(module, "int4_min32" if module.endswith("_proj") else ends)
+
+    tree = llama(Build(Config({**LLAMA, "tie_word_embeddings": True}), WHOLE_MODEL, of, positions=256))
+    assert tree.layers[0].attn.qkv.weight.format == "int8_min16"
+    assert tree.embed.weight.format == "int8_group16" and tree.head.weight is tree.embed.weight
+    weights = stepping.draw_weights(tree, torch.bfloat16)
+    draw = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(0, 97, (n - 1,), generator=draw).tolist() for n in LENGTHS["ragged"]]
+    with use_instruction_set(name):
+        chained, parts = (
+            stepping.run(bound_model(tree, weights, 40, without), prompts, SCHEDULES["tokens"])
+            for without in ((), SMALL)
+        )
+    for one, small in zip(chained, parts, strict=True):
         assert (one - small).abs().max() <= CausalLM.tolerance[torch.bfloat16] * small.abs().max()
 
 

@@ -119,6 +119,8 @@ def test_quantized_products_of_all_heights(name, format, make, n, k):
     values = q.dequantize().double()
     want = x.double() @ values.T
     room = (k + 4) * 2**-24 * (x.double().abs() @ values.abs().T)
+    if q.minimum is not None:  # larger than the values that entries and it add up to
+        room += (k + 4) * 2**-22 * (x.double().abs() @ torch.ones_like(values).T) * q.minimum.abs().max()
     if format != "fp8_block":  # activations are rounded to 2^-16 of the largest in their group of columns
         columns = min(128, q.block[1])
         for first in range(0, k, columns):
@@ -153,6 +155,7 @@ def test_panels_know_their_formats():
     assert Panels(q).nbytes == 32 * 256 + 32 * 2 * 4  # these scales do not fit float16 exactly
     assert Panels(quantize(torch.randn(32, 256), "int8_group")).nbytes == 32 * 256 + 32 * 2 * 2
     assert Panels(quantize(torch.randn(32, 256), "int4_group32")).nbytes == 32 * 256 * 9 // 16
+    assert Panels(encode(torch.randn(32, 256), "int4_min32")).nbytes == 32 * 256 * 10 // 16
     for odd in (replace(q, zero=torch.zeros_like(q.scale)), encode(torch.randn(32, 256), "fp8_block")):
         with pytest.raises(KernelError, match="blocks"):
             Panels(odd)

@@ -201,7 +201,8 @@ class Untouched:
                 yield from (("a further block table of the batch", t) for rows in arg.more_tables for t in rows)
                 yield from (("the batch's state slots", t) for t in arg.states or ())
         for weight in self.weights:
-            parts = (weight.data, weight.scale) if isinstance(weight, QTensor) else (weight,)
+            quantized = isinstance(weight, QTensor)
+            parts = (weight.data, weight.scale, weight.minimum) if quantized else (weight,)
             yield from (("a weight", t) for t in parts if isinstance(t, torch.Tensor))
 
     def describe_change(self) -> str:

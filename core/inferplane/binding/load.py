@@ -164,6 +164,11 @@ class _RecordingSource:
         self.read.add(name)
         self.source.read_into(name, out, shard)
 
+    def raw(self, name: str, first_row: int = 0, rows: int | None = None) -> Any:
+        """What a source of blocks has beside values (`inferplane.quant.gguf_blocks`)."""
+        self.read.add(name)
+        return self.source.raw(name, first_row, rows)  # type: ignore[attr-defined]
+
 
 def check(weights: Iterable[Weight], source: TensorSource) -> set[str]:
     """Check names, shapes and dtypes of all parts before any is read; returns the parts' names.
@@ -246,10 +251,12 @@ def assemble(
 
 
 def is_finite(full: torch.Tensor | QTensor) -> bool:
-    """Whether a weight contains no NaN or infinity; in quantized weights, the scales and FP8 data are checked."""
+    """Whether a weight contains no NaN or infinity; in quantized weights, scales, minimums and FP8 data are checked."""
     if isinstance(full, QTensor):
         data = full.data
         fp8 = data.view(torch.uint8).flatten().split(2**24) if data.dtype is torch.float8_e4m3fn else ()
+        if full.minimum is not None and not is_finite(full.minimum):
+            return False
         return is_finite(full.scale) and not any(bool(((part & 0x7F) == 0x7F).any()) for part in fp8)
     if not full.numel() or not full.is_floating_point():
         return True
@@ -280,12 +287,15 @@ def _assemble_quantized(weight: Weight, source: TensorSource, readers: Mapping[s
         if stack is None:
             zero = None if q.zero is None else q.zero.new_empty(experts, *q.zero.shape)
             data, scale = q.data.new_empty(experts, *q.data.shape), q.scale.new_empty(experts, *q.scale.shape)
-            stack = replace(q, data=data, scale=scale, zero=zero)
+            minimum = None if q.minimum is None else q.minimum.new_empty(experts, *q.minimum.shape)
+            stack = replace(q, data=data, scale=scale, zero=zero, minimum=minimum)
         else:
             stack = replace(stack, act_scale=largest([stack.act_scale, q.act_scale]))
         stack.data[e], stack.scale[e] = q.data, q.scale
         if stack.zero is not None and q.zero is not None:
             stack.zero[e] = q.zero
+        if stack.minimum is not None and q.minimum is not None:
+            stack.minimum[e] = q.minimum
     assert stack is not None, weight.parts[:1]
     return stack
 

@@ -27,6 +27,7 @@ from inferplane.ops import (
     SiluMul,
     WidthRMSNorm,
 )
+from inferplane.ops.formats import join_formats
 from inferplane.types import PLAIN, WHOLE, ActivationQuant, Placement, Shard, Weight
 
 HEAD = "lm_head"
@@ -112,6 +113,8 @@ class Build:
         """
         parts = tuple(f"{name}.weight" for name in names)
         formats = {self.format_of(part) for part in parts}
+        if len(formats) > 1 and (joined := join_formats(formats)) is not None:
+            formats = {joined}
         if len(formats) > 1:
             raise CheckpointError(
                 f"{parts[0]} and {len(parts) - 1} more are fused, but stored in formats {', '.join(sorted(formats))}.",

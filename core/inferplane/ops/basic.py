@@ -63,7 +63,7 @@ class Embedding(Op, name="embedding"):
         at = lambda label, t, *shape, **how: Sample(  # noqa: E731
             label, Embedding(placeholder(*shape, **how)), lambda d: (d.ints(t, below=shape[0]),)
         )
-        quantized = [at(f, 5, 97, 320, format=f) for f in ("int8_group", "int4_group32")]
+        quantized = [at(f, 5, 97, 320, format=f) for f in ("int8_group", "int4_group32", "int4_min32")]
         return [at("t1", 1, 97, 64), at("t7", 7, 97, 64), *quantized]
 
 

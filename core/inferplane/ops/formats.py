@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from inferplane.errors import UsageError
@@ -23,15 +25,40 @@ FORMATS: dict[str, tuple[torch.dtype, int, tuple[int, int]]] = {
     "mxfp4": (torch.int8, 8, (1, 32)),
     "mxfp8": (FP8, 8, (1, 32)),
     "nvfp4": (torch.int8, 8, (1, 16)),
+    "int8_group32": (torch.int8, 8, (1, 32)),
+    "int8_group16": (torch.int8, 8, (1, 16)),
+    "int4_min32": (torch.int8, 4, (1, 32)),
+    "int8_min16": (torch.int8, 8, (1, 16)),
 }
 """Weight formats: dtype of the data, significant bits, rows and columns per scale (0 columns: the whole row).
 
 "mxfp4" is e2m1 with a power of two per 32 columns. Its values are the integers `MXFP4_VALUES` times half that power, so
 its canonical data are these integers: -12 to 12, which take 5 bits. "nvfp4" has such entries too, with scales of e4m3
-per 16 columns times one factor; "mxfp8" is e4m3 with a power of two per 32 columns."""
+per 16 columns times one factor; "mxfp8" is e4m3 with a power of two per 32 columns.
+
+"int4_min32" and "int8_min16" have a minimum beside each scale (`QTensor.minimum`), which is added: their entries count
+up from it, 0 to 15 and 0 to 127. GGUF's types are read as one of these and of the groups of 32 and 16 columns."""
+
+MINIMUMS = {"int4_min32": 15, "int8_min16": 127}
+"""Largest entries of the formats with minimums."""
 
 MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12)
 """Twice the magnitudes of the floating-point format e2m1, by its lower three bits."""
+
+
+GROUPED = ("int4_group32", "int8_group32", "int8_group16", "int4_min32", "int8_min16")
+"""Formats of which parts may be joined: integers, each of whose groups is a group, or two, of another format."""
+
+
+def join_formats(formats: Collection[str]) -> str | None:
+    """The format that holds the values of parts in several formats of `GROUPED` exactly; None: there is none."""
+    if not formats or not set(formats) <= set(GROUPED):
+        return None
+    if len(set(formats)) == 1:
+        return next(iter(formats))
+    if set(formats) & set(MINIMUMS):
+        return "int8_min16"
+    return "int8_group16" if "int8_group16" in formats else "int8_group32"
 
 
 def dense_bits(format: str) -> int:
@@ -52,7 +79,8 @@ def encode(weight: torch.Tensor, format: str) -> QTensor:
         format: one of `FORMATS`.
 
     Returns:
-        A symmetric QTensor. A block of zeros gets scale 1, which avoids a division by zero.
+        A QTensor, symmetric but in the formats with minimums. A block of zeros gets scale 1, which avoids a division by
+        zero.
 
     Raises:
         UsageError: unknown format.
@@ -64,6 +92,8 @@ def encode(weight: torch.Tensor, format: str) -> QTensor:
         raise UsageError(f"Unknown weight format {format!r}.", there_is=", ".join(sorted(FORMATS)))
     if format in _ENCODERS:
         return _ENCODERS[format](weight)
+    if format in MINIMUMS:
+        return _encode_from_minimum(weight, format)
     dtype, bits, (rows, columns) = FORMATS[format]
     block = (rows, columns or weight.shape[-1])
     w = weight.float()
@@ -112,6 +142,32 @@ def _encode_nvfp4(weight: torch.Tensor) -> QTensor:
     scale = (amax / (MXFP4_VALUES[-1] / 2) / factor).clamp(2.0**-9, FP8_MAX).to(FP8).float() * factor / 2
     scale = scale.masked_fill(amax == 0, 1.0).masked_fill(~amax.isfinite(), torch.nan)
     return _round_to_e2m1(w, scale, "nvfp4")
+
+
+def _encode_from_minimum(weight: torch.Tensor, format: str) -> QTensor:
+    """Quantize to equal steps from the smallest entry of a group of columns, or from zero, to the largest.
+
+    Scales and minimums are rounded to float16 where they fit, as checkpoints have them. A group with NaN or an infinity
+    is NaN as a whole.
+
+    Source: GGUF's type Q4_1.
+    """
+    dtype, bits, block = FORMATS[format]
+    w, top = weight.float().contiguous(), MINIMUMS[format]
+    groups = scale_shape(tuple(w.shape), block)[-1]
+    tiles = torch.nn.functional.pad(w, (0, groups * block[1] - w.shape[-1])).unflatten(-1, (groups, block[1]))
+    least, most = tiles.amin(-1).clamp(max=0.0), tiles.amax(-1).clamp(min=0.0)
+    scale, minimum = _in_half(scales(most - least, top)), _in_half(least)
+    entries = ((tiles - minimum[..., None]) / scale[..., None]).nan_to_num(0.0).round().clamp(0, top)
+    finite = tiles.isfinite().all(-1)
+    scale, minimum = scale.masked_fill(~finite, torch.nan), minimum.masked_fill(~finite, torch.nan)
+    return QTensor(entries.flatten(-2)[..., : w.shape[-1]].to(dtype), scale, block=block, bits=bits, minimum=minimum)
+
+
+def _in_half(numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers rounded to float16, but those that it does not hold."""
+    half = numbers.half().float()
+    return torch.where(half.isfinite() & ((half != 0) | (numbers == 0)), half, numbers)
 
 
 _ENCODERS = {"mxfp4": _encode_mxfp4, "mxfp8": _encode_mxfp8, "nvfp4": _encode_nvfp4}

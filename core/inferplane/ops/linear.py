@@ -74,7 +74,10 @@ class Linear(Op, name="linear", hot=True):
         rows = lambda t, k: lambda d: (d.normal(t, k),)  # noqa: E731
         quantized = [
             Sample(f, of(160, 256, f), rows(5, 256))
-            for f in ("int8_row", "int8_group", "int4_group", "int4_group32", "fp8_block", "fp8_row")
+            for f in (
+                *("int8_row", "int8_group", "int4_group", "int4_group32", "fp8_block", "fp8_row"),
+                *("int8_group32", "int8_group16", "int4_min32", "int8_min16"),
+            )
         ]
         return [
             Sample("m1", of(96, 64), rows(1, 64)),
@@ -142,6 +145,7 @@ class LMHead(Op, name="lm_head", hot=True):
             Sample("last", op, inputs(1)),
             Sample("int8_group", LMHead(placeholder(101, 64, format="int8_group")), inputs(1)),
             Sample("int4_group32", LMHead(placeholder(101, 64, format="int4_group32")), inputs(None)),
+            Sample("int8_group16", LMHead(placeholder(101, 64, format="int8_group16")), inputs(None)),
         ]
 
 

@@ -362,8 +362,7 @@ def expert_values(weight: Any, expert: int) -> torch.Tensor:
     """One expert's values of a stack `[E, N, K]` in float32 `[N, K]`, dequantized if necessary."""
     if isinstance(weight, torch.Tensor):
         return weight[expert].float()
-    zero = None if weight.zero is None else weight.zero[expert]
-    return dataclasses.replace(weight, data=weight.data[expert], scale=weight.scale[expert], zero=zero).dequantize()
+    return weight.of_expert(expert).dequantize()
 
 
 def as_tuple(result: Any) -> tuple[Any, ...]:

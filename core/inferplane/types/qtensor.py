@@ -17,18 +17,20 @@ from inferplane.renamed import old_attributes
 @old_attributes({"expanded_scale": "expand_scale"})
 @dataclass(frozen=True)
 class QTensor:
-    """Integers or FP8 numbers with scales (and zero points) per block: `value = (data - zero) * scale`.
+    """Integers or FP8 numbers with scales (and zero points or minimums) per block: `value = (data - zero) * scale +
+    minimum`.
 
     Rows are outputs, as in `torch.nn.functional.linear`. A dimension of experts may precede them.
 
     Args:
-        data: `[..., N, K]`, int8 (int4 values take one byte each, -8..7) or float8_e4m3fn.
+        data: `[..., N, K]`, int8 (int4 values take one byte each, -8..7, or 0..15 with minimums) or float8_e4m3fn.
         scale: float32 `[..., ceil(N / block[0]), ceil(K / block[1])]`.
         zero: zero points, shaped as `scale`, or None for symmetric formats.
         block: rows and columns that share a scale: `(1, K)` per row, `(1, 128)` per group, `(128, 128)` FP8 blocks.
         bits: significant bits per entry of `data` (8 or 4).
         act_scale: float32 `[1]`, the calibrated scale of the activations that are multiplied by the weight; None: not
             calibrated. It does not change the values; a kernel that quantizes activations may use it.
+        minimum: float32, shaped as `scale`, added to every value of its block; None: nothing is added.
 
     Raises:
         UsageError: the shape of `scale` does not fit `data` and `block`, or a block is empty.
@@ -40,6 +42,7 @@ class QTensor:
     block: tuple[int, int] = (1, 128)
     bits: int = 8
     act_scale: torch.Tensor | None = None
+    minimum: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if min(self.block) < 1:
@@ -47,7 +50,7 @@ class QTensor:
                 f"QTensor: blocks of {self.block}.", remedy="state at least one row and one column per block"
             )
         want = scale_shape(tuple(self.data.shape), self.block)
-        for name, t in (("scale", self.scale), ("zero", self.zero)):
+        for name, t in (("scale", self.scale), ("zero", self.zero), ("minimum", self.minimum)):
             if t is not None and tuple(t.shape) != want:
                 raise UsageError(
                     f"QTensor: {name} has shape {tuple(t.shape)}, data {tuple(self.data.shape)} with blocks of "
@@ -62,8 +65,9 @@ class QTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data, scales and zero points in this form (one byte per int4 entry)."""
-        return sum(t.numel() * t.element_size() for t in (self.data, self.scale, self.zero) if t is not None)
+        """Bytes of data, scales, zero points and minimums in this form (one byte per int4 entry)."""
+        parts = (self.data, self.scale, self.zero, self.minimum)
+        return sum(t.numel() * t.element_size() for t in parts if t is not None)
 
     def expand_scale(self) -> torch.Tensor:
         """One scale per entry, float32 `[..., N, K]`."""
@@ -77,12 +81,19 @@ class QTensor:
         if self.data.ndim > 2:
             out = torch.empty(self.shape, dtype=dtype, device=self.data.device)
             for i in range(self.shape[0]):
-                out[i] = self._with(itemgetter(i), itemgetter(i)).dequantize(dtype)
+                out[i] = self.of_expert(i).dequantize(dtype)
             return out
         value = self.data.float()
         if self.zero is not None:
             value = value - _expand(self.zero.float(), self.block, self.shape)
-        return (value * self.expand_scale()).to(dtype)
+        value = value * self.expand_scale()
+        if self.minimum is not None:
+            value = value + _expand(self.minimum, self.block, self.shape)
+        return value.to(dtype)
+
+    def of_expert(self, expert: int) -> QTensor:
+        """One slice `[N, K]` of a stack `[E, N, K]`."""
+        return self._with(itemgetter(expert), itemgetter(expert))
 
     def refine(self, rows: int) -> QTensor:
         """The same values with scales for blocks of `rows` rows; `rows` must divide the current rows per block."""
@@ -107,11 +118,12 @@ class QTensor:
 
         Raises:
             UsageError: there are no parts, or they differ in dtype, columns, column blocks, bits or
-                the presence of zero points.
+                the presence of zero points or minimums.
         """
-        if len({(p.data.dtype, p.shape[:-2], p.shape[-1], p.block[1], p.bits, p.zero is None) for p in parts}) != 1:
+        if len({p._form for p in parts}) != 1:
             raise UsageError(
-                f"QTensor.cat: {len(parts)} parts that differ in dtype, columns, column blocks, bits or zero points.",
+                f"QTensor.cat: {len(parts)} parts that differ in dtype, columns, column blocks, bits, zero points or "
+                "minimums.",
                 remedy="quantize all parts of a fused weight alike",
             )
         first = parts[0]
@@ -120,6 +132,7 @@ class QTensor:
             rows = math.gcd(rows, p.shape[-2])
         fine = [p.refine(rows) for p in parts]
         zero = None if first.zero is None else torch.cat([p.zero for p in fine if p.zero is not None], -2)
+        minimums = [p.minimum for p in fine if p.minimum is not None]
         return QTensor(
             torch.cat([p.data for p in fine], -2),
             torch.cat([p.scale for p in fine], -2),
@@ -127,7 +140,14 @@ class QTensor:
             (rows, first.block[1]),
             first.bits,
             largest([p.act_scale for p in parts]),
+            torch.cat(minimums, -2) if minimums else None,
         )
+
+    @property
+    def _form(self) -> tuple[Any, ...]:
+        """What parts of one weight have in common."""
+        lacks = self.zero is None, self.minimum is None
+        return (self.data.dtype, self.shape[:-2], self.shape[-1], self.block[1], self.bits, *lacks)
 
     def shard(self, axis: int, start: int, stop: int) -> QTensor:
         """Rows (axis 0) or columns (axis 1) `start:stop`.
@@ -162,9 +182,12 @@ class QTensor:
         of_scale: Callable[[torch.Tensor], torch.Tensor],
         **changes: Any,
     ) -> QTensor:
-        """A copy with `of_data` applied to the entries, `of_scale` to scales and zero points, and other changes."""
+        """A copy with `of_data` applied to the entries, `of_scale` to scales, zero points and minimums, and other
+        changes."""
         zero = None if self.zero is None else of_scale(self.zero)
-        return replace(self, data=of_data(self.data), scale=of_scale(self.scale), zero=zero, **changes)
+        minimum = None if self.minimum is None else of_scale(self.minimum)
+        of = {"data": of_data(self.data), "scale": of_scale(self.scale), "zero": zero, "minimum": minimum}
+        return replace(self, **{**of, **changes})
 
 
 def largest(scales: list[torch.Tensor | None]) -> torch.Tensor | None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from inferplane.errors import UsageError
 from inferplane.ops import FORMATS, encode
+from inferplane.ops.formats import MINIMUMS
 from inferplane.types import QTensor
 from inferplane.types.qtensor import scale_shape
 
@@ -27,17 +28,18 @@ def blocks_of(q):
                 yield (*where, *cut), (*where, i, j)
 
 
-def random_qtensor(n, k, block, *, zero=False, seed=0, lead=(), dtype=torch.int8, bits=8):
+def random_qtensor(n, k, block, *, zero=False, minimum=False, seed=0, lead=(), dtype=torch.int8, bits=8):
     g = torch.Generator().manual_seed(seed)
     data = torch.randint(-127, 128, (*lead, n, k), generator=g).to(torch.int8)
     if dtype is not torch.int8:
         data = data.float().to(dtype)
     shape = scale_shape((*lead, n, k), block)
     points = torch.randint(-8, 8, shape, generator=g).to(torch.int8) if zero else None
-    return QTensor(data, torch.rand(shape, generator=g) + 0.1, points, block, bits)
+    least = torch.randn(shape, generator=g) if minimum else None
+    return QTensor(data, torch.rand(shape, generator=g) + 0.1, points, block, bits, minimum=least)
 
 
-@pytest.mark.parametrize("format", sorted(FORMATS.keys() - {"mxfp4", "mxfp8", "nvfp4"}))
+@pytest.mark.parametrize("format", sorted(FORMATS.keys() - {"mxfp4", "mxfp8", "nvfp4"} - MINIMUMS.keys()))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_formats_round_trip_within_half_a_step(format, shape):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3
@@ -55,6 +57,20 @@ def test_formats_round_trip_within_half_a_step(format, shape):
         else:  # 3 bits of mantissa; below 2^-6 the step stays 2^-9
             step = torch.maximum(weight[cut].abs() / 8, q.scale[at] * 2**-9)
         assert ((back[cut] - weight[cut]).abs() <= step * 0.501).all()
+
+
+@pytest.mark.parametrize("format", MINIMUMS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_steps_from_a_minimum(format, shape):
+    """They reach from the smallest entry, or zero, to the largest, in float16."""
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3
+    q, top = encode(weight, format), MINIMUMS[format]
+    assert q.shape == shape and q.zero is None and q.data.min() >= 0 and q.data.max() == top
+    assert torch.equal(q.scale, q.scale.half().float()) and torch.equal(q.minimum, q.minimum.half().float())
+    for cut, at in blocks_of(q):
+        torch.testing.assert_close(q.minimum[at], weight[cut].min().clamp(max=0), rtol=1e-3, atol=0)
+    step = q.expand_scale() * (0.501 + top * 2**-11)
+    assert ((q.dequantize() - weight).abs() <= step + weight.abs().max() * 2**-11).all()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -84,19 +100,21 @@ def test_zeros_stay_zeros(format):
     assert (zero.scale == 1).all() and not zero.dequantize().any()
 
 
+@pytest.mark.parametrize("minimum", [False, True])
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("lead", [(), (3,)])
 @pytest.mark.parametrize("block", [(1, 40), (1, 16), (4, 16), (128, 128)], ids=str)
-def test_dequantize_is_the_formula(zero, lead, block):
-    q = random_qtensor(10, 40, block, zero=zero, lead=lead)
+def test_dequantize_is_the_formula(minimum, zero, lead, block):
+    q = random_qtensor(10, 40, block, zero=zero, minimum=minimum, lead=lead)
     want = torch.full(q.shape, torch.nan)
     for cut, at in blocks_of(q):
         want[cut] = (q.data[cut].float() - (q.zero[at].float() if zero else 0)) * q.scale[at]
+        want[cut] += q.minimum[at] if minimum else 0
     assert torch.equal(q.dequantize(), want)
     assert torch.equal(q.dequantize(torch.bfloat16), want.bfloat16())
     ones = QTensor(torch.ones_like(q.data), q.scale, block=block)
     assert torch.equal(q.expand_scale(), ones.dequantize())
-    assert q.nbytes == q.data.numel() + 4 * q.scale.numel() + (q.scale.numel() if zero else 0)
+    assert q.nbytes == q.data.numel() + q.scale.numel() * (4 + (1 if zero else 0) + (4 if minimum else 0))
 
 
 PART = st.tuples(st.integers(1, 40), st.sampled_from([1, 2, 3, 8, 12, 128]))
@@ -104,7 +122,8 @@ PART = st.tuples(st.integers(1, 40), st.sampled_from([1, 2, 3, 8, 12, 128]))
 
 @given(parts=st.lists(PART, min_size=1, max_size=4), columns=st.sampled_from([1, 7, 16]), zero=st.booleans())
 def test_cat_keeps_every_value(parts, columns, zero):
-    qs = [random_qtensor(n, 7, (rows, columns), zero=zero, seed=i) for i, (n, rows) in enumerate(parts)]
+    form = {"zero": zero, "minimum": not zero}
+    qs = [random_qtensor(n, 7, (rows, columns), **form, seed=i) for i, (n, rows) in enumerate(parts)]
     whole = QTensor.cat(qs)
     assert torch.equal(whole.dequantize(), torch.cat([q.dequantize() for q in qs]))
     assert all(rows % whole.block[0] == 0 for _, rows in parts), "blocks are refined, never widened"
@@ -132,13 +151,13 @@ def test_shard_by_rows(n, rows, zero, data):
 
 
 def test_shard_by_rows_reaches_into_stacks():
-    q = random_qtensor(12, 6, (8, 3), lead=(2,), zero=True)
+    q = random_qtensor(12, 6, (8, 3), lead=(2,), zero=True, minimum=True)
     assert torch.equal(q.shard(0, 4, 10).dequantize(), q.dequantize()[:, 4:10])
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 8), (8, 24), (16, 27), (0, 27)])
 def test_shard_by_columns_on_block_bounds(start, stop):
-    q = random_qtensor(5, 27, (2, 8), zero=True)
+    q = random_qtensor(5, 27, (2, 8), zero=True, minimum=True)
     assert torch.equal(q.shard(1, start, stop).dequantize(), q.dequantize()[:, start:stop])
 
 
@@ -156,7 +175,7 @@ def test_shard_never_cuts_a_block_of_columns(start, stop):
 
 
 def test_refine():
-    q = random_qtensor(10, 6, (4, 3), zero=True)
+    q = random_qtensor(10, 6, (4, 3), zero=True, minimum=True)
     for rows in (4, 2, 1):
         fine = q.refine(rows)
         assert fine.block == (rows, 3) and torch.equal(fine.dequantize(), q.dequantize())
@@ -165,8 +184,9 @@ def test_refine():
 
 
 def test_to_moves_every_part():
-    q = random_qtensor(4, 6, (2, 3), zero=True)
-    assert {t.device.type for t in (q.to("meta").data, q.to("meta").scale, q.to("meta").zero)} == {"meta"}
+    q = random_qtensor(4, 6, (2, 3), zero=True, minimum=True)
+    moved = q.to("meta")
+    assert {t.device.type for t in (moved.data, moved.scale, moved.zero, moved.minimum)} == {"meta"}
 
 
 def test_scales_that_do_not_fit_are_refused():
@@ -185,11 +205,12 @@ def test_scales_that_do_not_fit_are_refused():
         random_qtensor(4, 5, (2, 3)),  # columns
         random_qtensor(4, 6, (2, 2)),  # column blocks
         random_qtensor(4, 6, (2, 3), zero=True),
+        random_qtensor(4, 6, (2, 3), minimum=True),
         random_qtensor(4, 6, (2, 3), bits=4),
         random_qtensor(4, 6, (2, 3), dtype=torch.float8_e4m3fn),
         random_qtensor(4, 6, (2, 3), lead=(2,)),
     ],
-    ids=["columns", "column blocks", "zero points", "bits", "dtype", "experts"],
+    ids=["columns", "column blocks", "zero points", "minimums", "bits", "dtype", "experts"],
 )
 def test_cat_refuses_what_differs(other):
     with pytest.raises(UsageError, match="2 parts that differ"):

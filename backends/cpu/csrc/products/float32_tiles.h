@@ -107,7 +107,7 @@ inline void dequantize_lines(const ip_matrix &w, int64_t row, int64_t c, int64_t
   const uint8_t *line = (const uint8_t *)w.data + panel * panel_bytes(w) + c / COLUMNS * 64;
   const int32_t offset = (int32_t)entry_offset(w);
   for (int64_t i = 0; i < width;) {
-    F32x16 scale = panel_scale(w, panel, (c + i) / group);
+    F32x16 scale = panel_scale(w, panel, (c + i) / group), minimum = panel_minimum(w, panel, (c + i) / group);
     int64_t end = min64(width, ((c + i) / group + 1) * group - c);
     for (; i < end; i += COLUMNS, line += 64, to += COLUMNS * kPanelRows) {
       I32x16 quads = load<I32x16>(line), fours = quads;
@@ -117,7 +117,7 @@ inline void dequantize_lines(const ip_matrix &w, int64_t row, int64_t c, int64_t
         I32x16 entry = KIND == IP_INT8    ? quads >> 8 * e & 255
                        : KIND == IP_MXFP4 ? (e < 4 ? quads : fours) >> 8 * (e & 3) & 255
                                           : quads >> (8 * (e & 3) + e / 4 * 4) & 15;
-        store(to + e * kPanelRows, __builtin_convertvector(entry - offset, F32x16) * scale);
+        store(to + e * kPanelRows, __builtin_convertvector(entry - offset, F32x16) * scale + minimum);
       }
     }
   }

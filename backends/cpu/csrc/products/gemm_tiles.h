@@ -128,16 +128,21 @@ inline void load_weight_tile(const ip_matrix &w, int64_t row, int64_t c, bf16 *t
       r[8 + q] = __m512i{};
     }
     transpose16(r);
-    alignas(64) float scale[kLanes], less[kLanes];
-    F32x16 of = panel_scale(w, panel, w.group ? c / group_size(w) : 0);
-    store(scale, of), store(less, of * (float)-entry_offset(w));
+    alignas(64) float scale[2][kLanes], less[2][kLanes];  // of the first and, in groups of 16, of the last 16 columns
+    const int parts = w.group == kLanes ? 2 : 1;
+    for (int h = 0; h < parts; h++) {
+      int64_t g = (c + h * kLanes) / group_size(w);
+      F32x16 of = panel_scale(w, panel, g);
+      store(scale[h], of), store(less[h], of * (float)-entry_offset(w) + panel_minimum(w, panel, g));
+    }
     __mmask32 mask = mask_of_first(w.k - c);
     for (int i = 0; i < kPanelRows; i++) {
-      __m512 by = _mm512_set1_ps(scale[i]), minus = _mm512_set1_ps(less[i]);
+      __m512 by = _mm512_set1_ps(scale[0][i]), minus = _mm512_set1_ps(less[0][i]);
+      __m512 last_by = _mm512_set1_ps(scale[parts - 1][i]), last_minus = _mm512_set1_ps(less[parts - 1][i]);
       __m256i bytes = _mm512_castsi512_si256(r[i]);
       __m512 a = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm256_castsi256_si128(bytes)));
       __m512 b = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm256_extracti128_si256(bytes, 1)));
-      __m512bh both = _mm512_cvtne2ps_pbh(_mm512_fmadd_ps(b, by, minus), _mm512_fmadd_ps(a, by, minus));
+      __m512bh both = _mm512_cvtne2ps_pbh(_mm512_fmadd_ps(b, last_by, last_minus), _mm512_fmadd_ps(a, by, minus));
       r[i] = _mm512_maskz_mov_epi16(mask, (__m512i)both);
     }
   } else {

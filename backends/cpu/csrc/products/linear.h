@@ -82,7 +82,9 @@ inline void multiply_rows(const ip_matrix &w, int64_t first, int64_t last, const
     w8a8_dot(w, first, last, x.bytes, out, ldo);
   } else {
     for (int64_t j = first; j < last; j += kLanes) {
-      if (w.kind == IP_INT8)
+      if (w.kind == IP_INT8 && w.group == 16)
+        multiply_panel<IP_INT8, true>(w, j / kLanes, x.q, out + j - first, ldo);
+      else if (w.kind == IP_INT8)
         multiply_panel<IP_INT8>(w, j / kLanes, x.q, out + j - first, ldo);
       else if (w.kind == IP_MXFP4)
         multiply_panel<IP_MXFP4>(w, j / kLanes, x.q, out + j - first, ldo);
@@ -170,8 +172,9 @@ inline void dequantize_row(const ip_matrix &w, int64_t row, bf16 *out) {
   } else {
     for (int64_t g = 0; g * group_size(w) < w.k; g++) {
       float scale = panel_scale(w, row / kLanes, g)[row % kLanes];
+      float minimum = panel_minimum(w, row / kLanes, g)[row % kLanes];
       for (int64_t c = g * group_size(w); c < min64(w.k, (g + 1) * group_size(w)); c++)
-        out[c] = float_to_bf16((float)unpack_entry(w, row, c) * scale);
+        out[c] = float_to_bf16((float)unpack_entry(w, row, c) * scale + minimum);
     }
   }
 }

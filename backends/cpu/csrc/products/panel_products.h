@@ -91,12 +91,15 @@ struct GroupSums {
 };
 #endif
 
-// A panel's scales, sixteen per group: float32, or if `full` is null float16, or if that is null too, float32's
-// exponent bits alone.
+// A panel's scales or minimums, sixteen per group: float32, or if `full` is null float16, or if that is null too,
+// float32's exponent bits alone, or integers times a unit per 2^shift groups.
 struct PanelScales {
   const float *full;
   const bf16 *half;
   const uint8_t *exponents;
+  const int8_t *multiples;
+  const float *units;
+  int shift;
 #ifndef __AVX512F__
   // Scales 8 * h .. 8 * h + 8 of group g.
   inline __m256 eight_of_group(int64_t g, int h) const {
@@ -104,6 +107,10 @@ struct PanelScales {
     if (exponents) {
       __m256i bits = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(exponents + at)));
       return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23));
+    }
+    if (multiples) {
+      __m256i code = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(multiples + at)));
+      return _mm256_mul_ps(_mm256_cvtepi32_ps(code), _mm256_loadu_ps(units + (g >> shift) * kLanes + h * 8));
     }
     return full ? _mm256_loadu_ps(full + at) : _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(half + at)));
   }
@@ -116,6 +123,10 @@ struct PanelScales {
       __m512i bits = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(exponents + g * kLanes)));
       return (F32x16)_mm512_castsi512_ps(_mm512_slli_epi32(bits, 23));
     }
+    if (multiples) {
+      __m512i code = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(multiples + g * kLanes)));
+      return (F32x16)_mm512_cvtepi32_ps(code) * load<F32x16>(units + (g >> shift) * kLanes);
+    }
     return (F32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(half + g * kLanes)));
 #else
     __m256 two[2] = {eight_of_group(g, 0), eight_of_group(g, 1)};
@@ -126,13 +137,31 @@ struct PanelScales {
 
 // The scales of one panel, for all groups of columns.
 inline PanelScales panel_scales(const ip_matrix &w, int64_t panel) {
-  int64_t at = panel * num_scale_groups(w) * kLanes;
-  return {w.scale ? w.scale + at : nullptr, w.scale_f16 ? w.scale_f16 + at : nullptr,
-          w.scale_exponent ? w.scale_exponent + at : nullptr};
+  int64_t at = panel * num_scale_groups(w) * kLanes, unit = panel * num_units(w) * kLanes;
+  return {w.scale ? w.scale + at : nullptr,
+          w.scale_f16 ? w.scale_f16 + at : nullptr,
+          w.scale_exponent ? w.scale_exponent + at : nullptr,
+          w.scale_code ? w.scale_code + at : nullptr,
+          w.scale_unit ? w.scale_unit + unit : nullptr,
+          unit_shift(w)};
+}
+// The minimums of one panel, if the weight has them.
+inline PanelScales panel_minimums(const ip_matrix &w, int64_t panel) {
+  int64_t at = panel * num_scale_groups(w) * kLanes, unit = panel * num_units(w) * kLanes;
+  return {w.minimum ? w.minimum + at : nullptr,
+          w.minimum_f16 ? w.minimum_f16 + at : nullptr,
+          nullptr,
+          w.minimum_code ? w.minimum_code + at : nullptr,
+          w.minimum_unit ? w.minimum_unit + unit : nullptr,
+          unit_shift(w)};
 }
 // The scales of a panel's sixteen rows in group g of columns; g is ignored if the weight has one scale per row.
 inline F32x16 panel_scale(const ip_matrix &w, int64_t panel, int64_t g) {
   return panel_scales(w, panel).of_group(w.group ? g : 0);
+}
+// What is added to the values of a panel's sixteen rows in group g of columns.
+inline F32x16 panel_minimum(const ip_matrix &w, int64_t panel, int64_t g) {
+  return has_minimums(w) ? panel_minimums(w, panel).of_group(g) : F32x16{};
 }
 
 #if defined(__AVX512BF16__) && !defined(INFERPLANE_AMX)
@@ -165,16 +194,18 @@ constexpr int kMaxTileRows = 4, kTwoSumRows = 0;
 
 #if defined(__AVX512F__)
 // out[(i0 + i) * ldo + j] = the 16 rows j of a panel (fewer if the weight ends) times rows i0 .. i0 + MT of x, over all
-// columns, in float32 with scales applied, overwritten. KIND: IP_INT8, IP_INT4 or IP_MXFP4, w's kind.
-template <int KIND, int MT>
+// columns, in float32 with scales applied, overwritten. KIND: IP_INT8, IP_INT4 or IP_MXFP4, w's kind. HALF: groups have
+// 16 columns, half of what one step of the activations holds; else they have a multiple of 32.
+template <int KIND, int MT, bool HALF>
 inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Activations &x, int64_t i0, float *out,
                                 int64_t ldo) {
   const uint8_t *p = (const uint8_t *)w.data + panel * panel_bytes(w);
   const int32_t *q = x.quads + i0 * 16;
-  const int64_t blocks = x.group / kColumnStep;
-  constexpr int lines = KIND == IP_INT8 ? 8 : 4;
+  const int64_t blocks = HALF ? 1 : x.group / kColumnStep;
+  constexpr int lines = HALF ? 4 : KIND == IP_INT8 ? 8 : 4;
   constexpr bool two_sums = MT <= kTwoSumRows, shifted = two_sums && KIND == IP_INT4;
-  PanelScales scales = panel_scales(w, panel);
+  PanelScales scales = panel_scales(w, panel), minimums = panel_minimums(w, panel);
+  const bool has_minimum = has_minimums(w);
   F32x16 acc[MT];
   for (int i = 0; i < MT; i++) acc[i] = F32x16{};
   for (int64_t g = 0; g < x.groups; g++) {
@@ -185,7 +216,7 @@ inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Ac
       s[i].start_at(x.correction[at + i]);
       if (two_sums) t[i].start_at(0);
     }
-    for (int64_t b = 0; b < blocks; b++, p += 64 * lines, q += 16 * x.m) {
+    for (int64_t b = 0; b < blocks; b++, p += 64 * lines, q += HALF ? (g % 2 ? 16 * x.m - 4 : 4) : 16 * x.m) {
       // Reading a long panel evicts the activations from the first-level cache before the next panel reads them again.
       if (KIND == IP_INT8 && MT <= kHardwarePrefetchedRows) _mm_prefetch((const char *)(q + 8 * 16 * x.m), _MM_HINT_T0);
 #pragma GCC unroll 8
@@ -213,6 +244,11 @@ inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Ac
       if (two_sums) exact += shifted ? t[i].total() >> 4 : t[i].total();
       acc[i] = fma(__builtin_convertvector(exact, F32x16), scale * x.scale[at + i], acc[i]);
     }
+    if (has_minimum) {
+      F32x16 minimum = minimums.of_group(g);
+#pragma GCC unroll 8
+      for (int i = 0; i < MT; i++) acc[i] = fma(minimum, splat(x.total[at + i]), acc[i]);
+    }
   }
   F32x16 row = w.group ? splat(1.0f) : scales.of_group(0);
   int64_t have = min64(kLanes, w.n - panel * kLanes);
@@ -222,17 +258,18 @@ inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Ac
 // The same function on AVX2, with explicit 32-byte registers, since GCC keeps vectors of 64 bytes in memory. With one
 // row of activations, columns whose nibbles are the high ones of their bytes have sums of their own, sixteen times too
 // large.
-template <int KIND, int MT>
+template <int KIND, int MT, bool HALF>
 inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Activations &x, int64_t i0, float *out,
                                 int64_t ldo) {
   const uint8_t *p = (const uint8_t *)w.data + panel * panel_bytes(w);
   const int32_t *q = x.quads + i0 * 16;
-  const int64_t blocks = x.group / kColumnStep;
-  constexpr int lines = KIND == IP_INT8 ? 8 : 4;
+  const int64_t blocks = HALF ? 1 : x.group / kColumnStep;
+  constexpr int lines = HALF ? 4 : KIND == IP_INT8 ? 8 : 4;
   constexpr bool separate_high = KIND == IP_INT4 && MT == 1;
   const __m256i mask = _mm256_set1_epi16(KIND == IP_INT4 ? 15 : 255), upper = _mm256_set1_epi16(240);
   const __m256i entries_of = _mm256_broadcastsi128_si256(mxfp4_entries()), nibble = _mm256_set1_epi8(15);
-  PanelScales scales = panel_scales(w, panel);
+  PanelScales scales = panel_scales(w, panel), minimums = panel_minimums(w, panel);
+  const bool has_minimum = has_minimums(w);
   __m256 acc[MT][2];
 #pragma GCC unroll 4
   for (int i = 0; i < MT; i++) acc[i][0] = acc[i][1] = __m256{};
@@ -241,7 +278,7 @@ inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Ac
     const int64_t at = g * x.m + i0;
 #pragma GCC unroll 4
     for (int i = 0; i < MT; i++) s[i][0] = s[i][1] = _mm256_set1_epi32(x.correction[at + i]);
-    for (int64_t b = 0; b < blocks; b++, p += 64 * lines, q += 16 * x.m) {
+    for (int64_t b = 0; b < blocks; b++, p += 64 * lines, q += HALF ? (g % 2 ? 16 * x.m - 4 : 4) : 16 * x.m) {
 #pragma GCC unroll 8
       for (int l = 0; l < lines; l++) {
         prefetch_line<KIND, MT>(p + 64 * l);
@@ -283,6 +320,10 @@ inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Ac
         __m256 by = _mm256_mul_ps(scale, _mm256_set1_ps(x.scale[at + i]));
         acc[i][h] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(s[i][h]), by, acc[i][h]);
       }
+      if (!has_minimum) continue;
+      __m256 minimum = minimums.eight_of_group(g, h);
+#pragma GCC unroll 4
+      for (int i = 0; i < MT; i++) acc[i][h] = _mm256_fmadd_ps(minimum, _mm256_set1_ps(x.total[at + i]), acc[i][h]);
     }
   }
   F32x16 row = w.group ? splat(1.0f) : scales.of_group(0);
@@ -296,20 +337,20 @@ inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Ac
 #endif
 
 // One `multiply_panel_tile` for `rows` rows of x from row i on; `rows` is known at run time, 1 .. MT.
-template <int KIND, int MT = kMaxTileRows>
+template <int KIND, bool HALF, int MT = kMaxTileRows>
 inline void multiply_panel_rows(const ip_matrix &w, int64_t panel, const Int16Activations &x, int64_t i, int64_t rows,
                                 float *out, int64_t ldo) {
   if constexpr (MT > 1)
-    if (rows < MT) return multiply_panel_rows<KIND, MT - 1>(w, panel, x, i, rows, out, ldo);
-  multiply_panel_tile<KIND, MT>(w, panel, x, i, out, ldo);
+    if (rows < MT) return multiply_panel_rows<KIND, HALF, MT - 1>(w, panel, x, i, rows, out, ldo);
+  multiply_panel_tile<KIND, MT, HALF>(w, panel, x, i, out, ldo);
 }
 
 // `multiply_panel_tile` for all rows of x: out[i * ldo + j] for 16 rows j of the panel. The rows of x are divided into
 // tiles of nearly equal size, at most kMaxTileRows.
-template <int KIND>
+template <int KIND, bool HALF = false>
 inline void multiply_panel(const ip_matrix &w, int64_t panel, const Int16Activations &x, float *out, int64_t ldo) {
   int64_t tiles = (x.m + kMaxTileRows - 1) / kMaxTileRows, rows = (x.m + tiles - 1) / tiles;
-  for (int64_t i = 0; i < x.m; i += rows) multiply_panel_rows<KIND>(w, panel, x, i, min64(rows, x.m - i), out, ldo);
+  for (int64_t i = 0; i < x.m; i += rows) multiply_panel_rows<KIND, HALF>(w, panel, x, i, min64(rows, x.m - i), out, ldo);
 }
 
 }  // namespace

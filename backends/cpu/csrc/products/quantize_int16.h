@@ -15,6 +15,7 @@ struct Int16Activations {
   const int32_t *quads;
   const float *scale;  // [groups, m]
   const int32_t *correction;  // [groups, m]: what removes the offset of the weight's entries from a group's sum
+  const float *total;  // [groups, m]: the sum of a group's activations, which minimums multiply; null without them
 };
 
 // Lanes value * inverse rounded to integers of 16 bits, ties to even.
@@ -63,10 +64,11 @@ constexpr int64_t kMaxPrefetchBytes = 32768;  // and at most this much in all
 // kMaxPrefetchBytes from `prefetch_from` on; null: nothing. Columns after the last become zeros.
 inline Int16Activations quantize_int16(Workspace buffers[3], const ActivationRows &x, const ip_matrix &w,
                                        const char *prefetch_from) {
-  int64_t g = group_size(w), groups = num_groups(w), blocks = g / kColumnStep;
+  int64_t g = group_size(w), groups = num_groups(w), chunks = g / kLanes;
   const char *prefetch_end = prefetch_from ? prefetch_from + kMaxPrefetchBytes : prefetch_from;
-  int32_t *q = buffers[0].reserve<int32_t>(x.m * groups * blocks * 16), offset = (int32_t)entry_offset(w);
-  float *scale = buffers[1].reserve<float>(x.m * groups);
+  int32_t *q = buffers[0].reserve<int32_t>(x.m * groups * chunks * 8), offset = (int32_t)entry_offset(w);
+  float *scale = buffers[1].reserve<float>(2 * x.m * groups), *total = scale + x.m * groups;
+  const bool sums = has_minimums(w);
   int32_t *correction = buffers[2].reserve<int32_t>(x.m * groups);
   for (int64_t i = 0; i < x.m; i++)
     for (int64_t b = 0; b < groups; b++) {
@@ -89,12 +91,15 @@ inline Int16Activations quantize_int16(Workspace buffers[3], const ActivationRow
       if (!(largest < 3e38f)) scale[at] = largest - largest;  // infinite or NaN: so is every result
       Ints all = {};
       for (int64_t c = 0; c < g / kLanes; c++) {
-        int32_t *to = q + ((b * blocks + c / 2) * x.m + i) * 16 + c % 2 * 4;
+        int64_t chunk = b * chunks + c;
+        int32_t *to = q + (chunk / 2 * x.m + i) * 16 + chunk % 2 * 4;
         all += store_int16_quads(value + c * (kLanes / kRegisterLanes), inverse, to, to + 8);
       }
-      correction[at] = -offset * sum_lanes(all);
+      int32_t sum = sum_lanes(all);
+      correction[at] = -offset * sum;
+      if (sums) total[at] = (float)sum * scale[at];
     }
-  return {x.m, groups, g, q, scale, correction};
+  return {x.m, groups, g, q, scale, correction, sums ? total : nullptr};
 }
 
 }  // namespace

@@ -4,7 +4,7 @@
 // A panel is 16 weight rows side by side. For each group of columns, IP_INT8 has group / 4 lines of 64 bytes: line q
 // holds columns 4q .. 4q + 3 of each row. IP_INT4 has group / 8 lines whose low nibbles are columns 8q .. 8q + 3 and
 // whose high nibbles are columns 8q + 4 .. 8q + 7. Entries are stored with an offset that makes them unsigned (128 or
-// 8). IP_MXFP4 has the lines of IP_INT4, of nibbles as the format defines them; products look them up and get entries
+// 8; 0 if there are minimums and entries of 4 bits). IP_MXFP4 has the lines of IP_INT4, of nibbles as the format defines them; products look them up and get entries
 // with an offset of 12.
 #pragma once
 #include <string.h>
@@ -28,11 +28,16 @@ constexpr int kMxfp4Offset = 12;
 
 // Columns that are laid out together: those that share a scale, or 128 where a row has one scale.
 inline int64_t group_size(const ip_matrix &w) { return w.group ? w.group : 128; }
-// Groups of columns in a row, the last one padded.
-inline int64_t num_groups(const ip_matrix &w) { return (w.k + group_size(w) - 1) / group_size(w); }
+// Groups of columns in a row, the last one padded; an even number of groups of 16, which fills steps of 32 columns.
+inline int64_t num_groups(const ip_matrix &w) {
+  int64_t step = w.group == 16 ? 32 : group_size(w);
+  return (w.k + step - 1) / step * (step / group_size(w));
+}
+// Whether a number is added to each value, one per group of columns.
+inline bool has_minimums(const ip_matrix &w) { return w.minimum || w.minimum_f16 || w.minimum_code; }
 // What is added to an entry so that it is unsigned.
 inline int64_t entry_offset(const ip_matrix &w) {
-  return is_int8(w) ? 128 : w.kind == IP_MXFP4 ? kMxfp4Offset : 8;
+  return is_int8(w) ? 128 : w.kind == IP_MXFP4 ? kMxfp4Offset : has_minimums(w) ? 0 : 8;
 }
 // Columns that one line of 64 bytes holds for each of 16 rows.
 inline int64_t columns_per_line(const ip_matrix &w) { return is_int8(w) ? 4 : 8; }
@@ -40,6 +45,12 @@ inline int64_t columns_per_line(const ip_matrix &w) { return is_int8(w) ? 4 : 8;
 inline int64_t panel_bytes(const ip_matrix &w) { return num_groups(w) * group_size(w) / columns_per_line(w) * 64; }
 // Scales per row.
 inline int64_t num_scale_groups(const ip_matrix &w) { return w.group ? num_groups(w) : 1; }
+
+// Columns that share a unit of scales which are integers.
+constexpr int64_t kUnitColumns = 256;
+// Units per row, and the binary logarithm of the groups that share one.
+inline int64_t num_units(const ip_matrix &w) { return (w.k + kUnitColumns - 1) / kUnitColumns; }
+inline int unit_shift(const ip_matrix &w) { return w.group == 16 ? 4 : w.group == 32 ? 3 : w.group == 64 ? 2 : 1; }
 
 // The size of all panels of a weight.
 inline int64_t packed_weight_bytes(const ip_matrix &w) { return (w.n + kPanelRows - 1) / kPanelRows * panel_bytes(w); }
@@ -80,7 +91,7 @@ struct Mxfp4Nibbles {
 };
 
 // Writes `values` [n, k], dense, to `out` as panels of packed_weight_bytes(w) bytes; rows and columns after the last
-// are entries of value 0. It starts its own OpenMP team and returns when all is written. Adding the offset flips the
+// are entries of value 0. Entries of 4 bits with minimums are written as they are. It starts its own OpenMP team and returns when all is written. Adding the offset flips the
 // highest bit of a number in two's complement, since the offset is half of what a byte or a nibble holds. Returns false
 // if w is IP_MXFP4 and a value is none of its entries.
 inline bool pack_weight(const ip_matrix &w, const int8_t *values, uint8_t *out) {
@@ -97,7 +108,7 @@ inline bool pack_weight(const ip_matrix &w, const int8_t *values, uint8_t *out) 
         for (int64_t line = 0; line < lines; line++) {
           uint32_t low = load_four(from, 8 * line, columns) & 0x0f0f0f0f,
                    high = load_four(from, 8 * line + 4, columns) & 0x0f0f0f0f;
-          to[line * kPanelRows + r] = (low | high << 4) ^ 0x88888888;
+          to[line * kPanelRows + r] = (low | high << 4) ^ (has_minimums(w) ? 0 : 0x88888888);
         }
       else if (w.kind == IP_MXFP4)
         for (int64_t line = 0; line < lines; line++) {

@@ -11,7 +11,7 @@ import torch
 from inferplane.kernels.composed.attention import expand_and_attend
 from inferplane.plugin import PLAIN, RANK_COMPOSED, RANK_PORTABLE, Batch, Kernels, LayerKV, StateCache, When
 from inferplane_cpu.kernels.linear import multiply_many_rows
-from inferplane_cpu.kernels.packing import PACKING, PANEL_FORMATS, matrices
+from inferplane_cpu.kernels.packing import LATENT_FORMATS, PACKING, matrices
 from inferplane_cpu.kvcache import BLOCK_TOKENS
 from inferplane_cpu.native import library
 from inferplane_cpu.structs import Cache, Matrix, RaggedBatch
@@ -58,7 +58,7 @@ MANY = replace(
 LATENT = replace(
     PAGED, formats=(PLAIN, "fp8_block"), needs=(("a kv_b in bfloat16 or FP8 without bias", _has_bf16_kv_b),)
 )
-LATENT_PANELS = replace(LATENT, formats=PANEL_FORMATS, needs=(("a kv_b without bias", _has_no_kv_b_bias),))
+LATENT_PANELS = replace(LATENT, formats=LATENT_FORMATS, needs=(("a kv_b without bias", _has_no_kv_b_bias),))
 EXPANDED = When((torch.bfloat16,), (PLAIN, "fp8_block"), features=("native", "tiles"), needs=LATENT.needs)
 KV_B, KV_B_ROWS = {"kv_b": PACKING}, {"kv_b.weight": PACKING}
 LATENT_FP8 = replace(LATENT, formats=("fp8_block",))

@@ -16,6 +16,7 @@ from inferplane_cpu.kernels.linear import INT8_ACTIVATIONS, RANK_BATCH_INVARIANT
 from inferplane_cpu.kernels.moe import MAX_EXPERTS
 from inferplane_cpu.kernels.packing import (
     INT8_ROW_FORMATS,
+    LATENT_FORMATS,
     MAX_INT8_COLUMNS,
     MXFP4_PACKING,
     PACKING,
@@ -120,7 +121,7 @@ def _has_stored_kv_b(op: Any) -> bool:
 
 
 def _has_packed_kv_b(op: Any) -> bool:
-    return op.attn.has_latent_attention and _has_kv_b_in(op, PANEL_FORMATS)
+    return op.attn.has_latent_attention and _has_kv_b_in(op, LATENT_FORMATS)
 
 
 def _has_kv_b_in(op: Any, formats: tuple[str, ...]) -> bool:

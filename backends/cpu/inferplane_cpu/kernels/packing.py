@@ -16,24 +16,32 @@ from inferplane_cpu.structs import Matrix
 
 PANEL_ROWS = 16
 MAX_GROUP_COLUMNS = 128
-PANEL_FORMATS = ("int8_row", "int8_group", "int4_row", "int4_group", "int4_group32", "int4_group64")
+LATENT_FORMATS = ("int8_row", "int8_group", "int8_group32", "int4_row", "int4_group", "int4_group32", "int4_group64")
+"""Formats of panels that latent attention folds queries with: without minimums, groups of at least 32 columns."""
+PANEL_FORMATS = (*LATENT_FORMATS, "int8_group16", "int4_min32", "int8_min16")
 """Formats that are packed in panels, once, at load."""
 INT8_ROW_FORMATS = ("int8_row",)
 """Formats whose panels activations of 8 bits may meet (`with_int8_activations`)."""
 MAX_INT8_COLUMNS = 65536
 """Sums of at most this many products of bytes fit 32 bits."""
-SCALE_FIELDS = {torch.float32: "scale", torch.float16: "scale_f16", torch.uint8: "scale_exponent"}
-"""Fields of `Matrix` for scales of a dtype."""
+UNIT_COLUMNS = 256
+"""Columns that share a unit of scales which are integers."""
+COLUMNS_WITH_UNITS = (16, 32)
+"""Columns of a group whose scales may be integers times a unit."""
+PANELS_AT_ONCE = 1024
+"""Panels whose scales are made integers at a time."""
 EXPANDED_ROWS = 1024
 """Rows of a packed weight that are expanded at a time when many tokens are multiplied with it."""
 
 
 class Panels:
     """A weight `[n, k]`, or a stack `[experts, n, k]`, of 8 bits, 4 bits or MXFP4 in panels
-    (csrc/products/weight_panels.h). Scales of MXFP4 that are powers of two take a byte.
+    (csrc/products/weight_panels.h). Scales of MXFP4 that are powers of two take a byte, and so do scales of groups of
+    16 and 32 columns that are small multiples of one number in each 256 columns. Others take 2 bytes where float16
+    holds them, else 4; minimums are stored as scales are. No value changes.
 
     Args:
-        q: the canonical weight; symmetric, with scales a row or a group of columns.
+        q: the canonical weight; with scales a row or a group of columns, without zero points.
         kind: `MXFP4`, of which `q` has the canonical integers; None: int8 or int4, as `q` says.
 
     Raises:
@@ -43,27 +51,30 @@ class Panels:
     def __init__(self, q: QTensor, kind: int | None = None) -> None:
         n, k = q.shape[-2:]
         columns = q.block[1]
-        whole = columns >= k
-        if q.zero is not None or q.block[0] != 1 or not (whole or (columns % 32 == 0 and columns <= MAX_GROUP_COLUMNS)):
+        kind = kind or (INT4 if q.bits == 4 else INT8)
+        whole = columns >= k and q.minimum is None
+        if q.minimum is not None and columns >= k and columns < 32:
+            columns = 32  # a slice within one group
+        fits = whole or (columns % 32 == 0 and columns <= MAX_GROUP_COLUMNS) or (columns == 16 and kind == INT8)
+        if q.zero is not None or q.block[0] != 1 or not fits:
             raise KernelError(
                 f"Panels of a weight with blocks of {q.block}{' and zero points' if q.zero is not None else ''}.",
-                there_is="one scale a row, or one a group of 32, 64, 96 or 128 columns, without zero points",
+                there_is="one scale a row, or one a group of 32, 64, 96 or 128 columns, or of 16 with 8 bits, without "
+                "zero points; minimums with groups",
             )
-        experts = q.data.reshape(-1, n, k)
-        scales = q.scale.reshape(len(experts), n, -1)
-        rows = torch.nn.functional.pad(scales, (0, 0, 0, -n % PANEL_ROWS))
-        rows = rows.unflatten(1, (-1, PANEL_ROWS)).transpose(2, 3).contiguous()  # [experts, panels, groups, rows]
-        kind = kind or (INT4 if q.bits == 4 else INT8)
-        narrow = _take_exponents(rows) if kind == MXFP4 else _narrow_to_half(rows)
-        scale = rows if narrow is None else narrow
-        self.scale = huge_pages.empty(scale.nbytes).view(scale.dtype).view(scale.shape).copy_(scale)
-        field = SCALE_FIELDS[scale.dtype]
-        shape = Matrix(kind, 0 if whole else columns, n, k, 0)
+        experts, columns = q.data.reshape(-1, n, k), 0 if whole else columns
+        self.scales: dict[str, torch.Tensor] = {}
+        for name, numbers in (("scale", q.scale), ("minimum", q.minimum)):
+            if numbers is not None:
+                rows = _arrange(numbers.reshape(len(experts), n, -1), columns)
+                found = _narrow_scales(rows, kind, name, columns)
+                self.scales.update({field: huge_pages.copy(numbers) for field, numbers in found.items()})
+        shape = Matrix(kind, columns, n, k, 0)
         self.data = huge_pages.empty(len(experts), library().ip_packed_bytes(shape))
         self.matrices = (Matrix * len(experts))()
         for i, values in enumerate(experts):
-            pointers = {"data": self.data[i].data_ptr(), field: self.scale[i].data_ptr()}
-            self.matrices[i] = Matrix(kind, shape.group, n, k, 0, **pointers)
+            pointers = {field: numbers[i].data_ptr() for field, numbers in self.scales.items()}
+            self.matrices[i] = Matrix(kind, columns, n, k, 0, data=self.data[i].data_ptr(), **pointers)
             if not library().ip_pack_weight(self.matrices[i], values.contiguous().data_ptr(), self.data[i].data_ptr()):
                 raise KernelError(
                     "MXFP4 panels of a weight with other entries.",
@@ -73,7 +84,79 @@ class Panels:
     @property
     def nbytes(self) -> int:
         """Bytes of entries and scales."""
-        return self.data.numel() + self.scale.numel() * self.scale.element_size()
+        return self.data.numel() + sum(numbers.nbytes for numbers in self.scales.values())
+
+
+def _arrange(numbers: torch.Tensor, columns: int) -> torch.Tensor:
+    """Scales `[experts, n, groups]` as panels have them, `[experts, panels, groups, rows]`: zeros after the last row,
+    and an even number of groups of 16."""
+    n, groups = numbers.shape[1:]
+    rows = torch.nn.functional.pad(numbers, (0, groups % 2 if columns == 16 else 0, 0, -n % PANEL_ROWS))
+    return rows.unflatten(1, (-1, PANEL_ROWS)).transpose(2, 3).contiguous()
+
+
+def _narrow_scales(rows: torch.Tensor, kind: int, name: str, columns: int) -> dict[str, torch.Tensor]:
+    """Scales or minimums in the fewest bytes that hold them exactly, by fields of `Matrix`.
+
+    Args:
+        rows: float32, as `_arrange` returns them.
+        kind: of the matrix.
+        name: "scale" or "minimum".
+        columns: of a group; 0: one scale a row.
+    """
+    if kind == MXFP4:
+        exponents = _take_exponents(rows)
+        return {"scale": rows} if exponents is None else {"scale_exponent": exponents}
+    half = _narrow_to_half(rows)
+    if half is not None:
+        return {f"{name}_f16": half}
+    found = _find_units(rows, UNIT_COLUMNS // columns) if columns in COLUMNS_WITH_UNITS else None
+    return {name: rows} if found is None else {f"{name}_code": found[0], f"{name}_unit": found[1]}
+
+
+def _find_units(rows: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Scales as products of integers of 8 bits and a unit per `groups` of them, or None if some are no such products.
+
+    The unit is their greatest common divisor: significands of float32 are integers times a power of two.
+
+    Args:
+        rows: float32 `[experts, panels, all groups, rows]`.
+        groups: neighbours that share a unit.
+
+    Returns:
+        int8 of the same shape, and float32 `[experts, panels, units, rows]`.
+    """
+    found = []
+    for part in rows.split(PANELS_AT_ONCE, 1):
+        if (units := _find_units_of(part, groups)) is None:
+            return None
+        found.append(units)
+    return torch.cat([multiples for multiples, _ in found], 1), torch.cat([unit for _, unit in found], 1)
+
+
+def _find_units_of(rows: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    if not bool(rows.isfinite().all()):
+        return None
+    all_groups = rows.shape[2]
+    wide = torch.nn.functional.pad(rows, (0, 0, 0, -all_groups % groups)).unflatten(2, (-1, groups))
+    fraction, exponent = torch.frexp(wide)
+    low = exponent.masked_fill(fraction == 0, 1000).amin(3, keepdim=True)
+    low = low.masked_fill(low == 1000, 0)
+    integers = (fraction.abs() * 2.0**24).long() << (exponent - low).clamp(0, 20)  # of units of 2^(low - 24)
+    divisor = integers[:, :, :, 0]
+    for i in range(1, groups):
+        divisor = torch.gcd(divisor, integers[:, :, :, i])
+    divisor = divisor.clamp(min=1)
+    multiples = integers // divisor[:, :, :, None]
+    unit = torch.ldexp(divisor.float(), (low[:, :, :, 0] - 24).clamp(-200, 200))
+    multiples = torch.where(fraction < 0, -multiples, multiples)
+    inverted = (multiples > 127).any(3, keepdim=True)  # 128 times a unit is -128 times its negative
+    multiples, unit = torch.where(inverted, -multiples, multiples), torch.where(inverted[:, :, :, 0], -unit, unit)
+    if bool(((multiples > 127) | (multiples < -128)).any()) or not torch.equal(
+        multiples.float() * unit[:, :, :, None], wide
+    ):
+        return None
+    return multiples.to(torch.int8).flatten(2, 3)[:, :, :all_groups].contiguous(), unit.contiguous()
 
 
 def _narrow_to_half(scales: torch.Tensor) -> torch.Tensor | None:
