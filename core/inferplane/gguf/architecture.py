@@ -45,7 +45,7 @@ class StoredTensor:
         join: how: "alternate" takes rows in turn; "rows" has this one's rows before the second's, to be taken in an
             `order`; "kv_b" joins the two halves of MLA's `kv_b_proj`, the first of which
             lies transposed, for each head.
-        negative_log: the file's values are `-exp` of these.
+        is_exponential: the file's values are `-exp` of these.
         order: number of the file's row, or entry of a vector, for each published one; empty: as they lie.
         column_order: the same of columns.
     """
@@ -55,7 +55,7 @@ class StoredTensor:
     add: float = 0.0
     second: TensorEntry | None = None
     join: Literal["", "alternate", "rows", "kv_b"] = ""
-    negative_log: bool = False
+    is_exponential: bool = False
     order: tuple[int, ...] = ()
     column_order: tuple[int, ...] = ()
 
@@ -239,7 +239,7 @@ def _list_published(
         part = take_expert(entry, e) if experts else entry
         for i, one in enumerate(names):
             rows = part if len(names) == 1 else _share(meta, part, module, i, len(names))
-            stored = StoredTensor(rows, negative_log=name == "ssm_a")
+            stored = StoredTensor(rows, is_exponential=name == "ssm_a")
             if module in form.interleaved:
                 if meta.head_dim % 2 or rows.shape[0] % meta.head_dim:
                     raise meta.wrong(f"a tensor {name!r} of heads of {meta.head_dim}", list(rows.shape))

@@ -97,10 +97,10 @@ def gpt_oss_layer(meta: Metadata, number: int, parts: dict[str, TensorEntry]) ->
     for kind in ("weight", "bias"):
         gate, up = parts.pop(f"ffn_gate_exps.{kind}", None), parts.pop(f"ffn_up_exps.{kind}", None)
         down = parts.pop(f"ffn_down_exps.{kind}", None)
-        dims = 3 if kind == "weight" else 2
-        if gate is None or up is None or down is None or gate.shape != up.shape or len(gate.shape) != dims:
+        axes = 3 if kind == "weight" else 2
+        if gate is None or up is None or down is None or gate.shape != up.shape or len(gate.shape) != axes:
             raise meta.wrong(f"experts in blk.{number}", None)
-        if down.shape[0] != gate.shape[0] or len(down.shape) != dims:
+        if down.shape[0] != gate.shape[0] or len(down.shape) != axes:
             raise meta.wrong(f"experts in blk.{number}", list(down.shape))
         for e in range(gate.shape[0]):
             one, other, last = (as_row(take_expert(entry, e)) for entry in (gate, up, down))

@@ -29,7 +29,7 @@ MAX_KEY_BYTES = 256
 """Longest key of metadata, and name of a tensor."""
 MAX_STRINGS = 2**20
 """Most strings in all arrays. A large vocabulary has 260,000 tokens and 520,000 merges."""
-MAX_DIMS = 4
+MAX_DIMENSIONS = 4
 ALIGNMENT = "general.alignment"
 DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 2**16
@@ -226,10 +226,10 @@ def _read(path: Path, scan: _Cursor) -> GGUFHeader:
 
 def _read_entry(path: Path, scan: _Cursor) -> TensorEntry:
     """An entry of the table of tensors, whose start counts from the end of the header."""
-    dims = scan.u32()
-    if not 1 <= dims <= MAX_DIMS:
-        raise ValueError(f"{dims} dimensions; 1 to {MAX_DIMS} are read")
-    shape = tuple(reversed([scan.u64() for _ in range(dims)]))
+    count = scan.u32()
+    if not 1 <= count <= MAX_DIMENSIONS:
+        raise ValueError(f"{count} dimensions; 1 to {MAX_DIMENSIONS} are read")
+    shape = tuple(reversed([scan.u64() for _ in range(count)]))
     number, start = scan.u32(), scan.u64()
     if (kind := READ.get(number)) is None:
         if number not in NOT_READ:

@@ -32,7 +32,7 @@ CONVOLUTIONS: ModuleNames = {
     "ffn_up_exps": "feed_forward.experts.{e}.w3",
     "ffn_down_exps": "feed_forward.experts.{e}.w2",
 }
-DELTA_NET: ModuleNames = {
+RECURRENT: ModuleNames = {
     **LLAMA,
     "post_attention_norm": "post_attention_layernorm",
     "ssm_conv1d": "linear_attn.conv1d",
@@ -82,12 +82,12 @@ def lfm2_moe(meta: Metadata) -> Entries:
     }
 
 
-def delta_net(meta: Metadata) -> Entries:
+def recurrent(meta: Metadata) -> Entries:
     """Entries of gated delta nets, and attention in every n-th layer."""
     values = meta.size("ssm.time_step_rank")
     kinds = meta.flags("attention.recurrent_layers")
     every = meta.size("full_attention_interval", 4)
-    recurrent = kinds or [(i + 1) % every != 0 for i in range(meta.layers)]
+    flags = kinds or [(i + 1) % every != 0 for i in range(meta.layers)]
     return {
         **plain(meta),
         "linear_conv_kernel_dim": meta.size("ssm.conv_kernel"),
@@ -96,14 +96,14 @@ def delta_net(meta: Metadata) -> Entries:
         "linear_num_value_heads": values,
         "linear_value_head_dim": meta.size("ssm.inner_size") // max(values, 1),
         "full_attention_interval": every,
-        "layer_types": ["linear_attention" if kind else "full_attention" for kind in recurrent[: meta.layers]],
+        "layer_types": ["linear_attention" if kind else "full_attention" for kind in flags[: meta.layers]],
         "attention_bias": False,
     }
 
 
-def delta_net_experts(meta: Metadata) -> Entries:
+def recurrent_experts(meta: Metadata) -> Entries:
     """The same with experts beside a shared one."""
-    return {**qwen2_moe(meta), **delta_net(meta), "norm_topk_prob": True}
+    return {**qwen2_moe(meta), **recurrent(meta), "norm_topk_prob": True}
 
 
 def value_heads(meta: Metadata) -> tuple[int, int, int, int]:
@@ -161,7 +161,7 @@ def by_value_head(meta: Metadata, number: int, parts: dict[str, TensorEntry]) ->
         axis = -1 if name == "ssm_out.weight" else 0
         if entry is None or entry.shape[axis] != len(order):
             raise meta.wrong(f"a tensor blk.{number}.{name} of {len(order)}", entry and list(entry.shape))
-        stored = StoredTensor(entry, negative_log=name == "ssm_a")
+        stored = StoredTensor(entry, is_exponential=name == "ssm_a")
         if order != tuple(range(len(order))):
             stored = replace(stored, column_order=order) if axis else replace(stored, order=order)
         yield f"linear_attn.{title}", stored
@@ -196,8 +196,8 @@ _SHARED: ModuleNames = {
     "ffn_up": "block_sparse_moe.shared_mlp.up_proj",
     "ffn_down": "block_sparse_moe.shared_mlp.down_proj",
 }
-_GATED: ModuleNames = {**ONE_SHARED, "ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
-_EXPERTS: ModuleNames = {**DELTA_NET, **EXPERTS, **_GATED}
+_BESIDE: ModuleNames = {**ONE_SHARED, "ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
+_EXPERTS: ModuleNames = {**RECURRENT, **EXPERTS, **_BESIDE}
 
 
 ARCHITECTURES |= {
@@ -212,13 +212,13 @@ ARCHITECTURES |= {
         outside={"token_embd_norm.weight": "model.embedding_norm.weight"},
     ),
     "qwen3next": Architecture(
-        "Qwen3NextForCausalLM", "qwen3_next", delta_net_experts, _EXPERTS, norms_add=1.0, rest=by_key_head
+        "Qwen3NextForCausalLM", "qwen3_next", recurrent_experts, _EXPERTS, norms_add=1.0, rest=by_key_head
     ),
     "qwen35": Architecture(
-        "Qwen3_5ForCausalLM", "qwen3_5_text", delta_net, DELTA_NET, norms_add=1.0, rest=by_value_head
+        "Qwen3_5ForCausalLM", "qwen3_5_text", recurrent, RECURRENT, norms_add=1.0, rest=by_value_head
     ),
     "qwen35moe": Architecture(
-        "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", delta_net_experts, _EXPERTS, norms_add=1.0, rest=by_value_head
+        "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", recurrent_experts, _EXPERTS, norms_add=1.0, rest=by_value_head
     ),
     "granitehybrid": Architecture(
         "GraniteMoeHybridForCausalLM",

@@ -39,7 +39,7 @@ class GGUFEntry(Entry):
     add: float = 0.0
     second: TensorEntry | None = None
     join: str = ""
-    negative_log: bool = False
+    is_exponential: bool = False
     order: tuple[int, ...] = ()
     column_order: tuple[int, ...] = ()
 
@@ -63,7 +63,7 @@ def entry_of(stored: StoredTensor) -> GGUFEntry:
         add=stored.add,
         second=stored.second,
         join=stored.join,
-        negative_log=stored.negative_log,
+        is_exponential=stored.is_exponential,
         order=stored.order,
         column_order=stored.column_order,
     )
@@ -134,7 +134,7 @@ class GGUFSource:
         entry = self._entries.get(name)
         if entry is None or entry.type.name in PLAIN or len(entry.shape) < 2:
             return None
-        is_changed = entry.add != 0 or entry.negative_log or bool(entry.column_order) or entry.join == "kv_b"
+        is_changed = entry.add != 0 or entry.is_exponential or bool(entry.column_order) or entry.join == "kv_b"
         if is_changed or (entry.second is not None and entry.second.type != entry.type):
             return None
         return entry.type.name
@@ -234,7 +234,7 @@ class GGUFSource:
             values = values[:, list(entry.column_order)]
         if entry.add:
             values = values.float() + entry.add
-        if entry.negative_log:
+        if entry.is_exponential:
             values = torch.log(-values.float())
         return values
 
