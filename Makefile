@@ -50,7 +50,7 @@ FLOOR_TESTS := tests/unit/dialogue tests/unit/engine/request/test_text.py tests/
 GATES := .venv-gates
 TRITONS := 3.9.0 3.6.0
 
-.PHONY: help demo chat test test-families test-transformers-floor test-serving test-attack test-real-models test-vendors test-gates gates-record gpu-check conformance sanitize environments lint format docs docs-check clean
+.PHONY: help demo chat test test-families test-transformers-floor test-serving test-gguf test-attack test-real-models test-vendors test-gates gates-record gpu-check conformance sanitize environments lint format docs docs-check clean
 
 help:
 	@echo "make demo        the demo model writes some Python, on this machine's processor"

@@ -134,7 +134,7 @@ def fetch(
 
 def fetch_headers(
     name: ModelName, folder: Path, settings: HubSettings | None = None, progress: DownloadProgress = SILENT
-) -> bool:
+) -> Path | None:
     """Fill a folder with what a plan reads of a model of Hugging Face: its configs, and its weights' files with their
     headers alone. The files have their sizes, but no tensor's bytes: where the file system can, they take no space.
 
@@ -145,7 +145,7 @@ def fetch_headers(
         progress: what to report to.
 
     Returns:
-        Whether it has been filled: False for GGUF files, which have their config inside.
+        The folder; None for GGUF files, which have their config inside, and then it stays empty.
 
     Raises:
         InferplaneError: as `fetch`.
@@ -161,11 +161,11 @@ class _Fetch:
         self.connection = HubConnection(settings, progress.say)
         self.cache = RepositoryCache(settings.cache, name.repository)
 
-    def copy_headers(self, folder: Path) -> bool:
+    def copy_headers(self, folder: Path) -> Path | None:
         """See `fetch_headers`."""
         self.repository.check_kind()
         if self.repository.is_gguf:
-            return False
+            return None
         configs = self.run(configs=True, check=None).folder
         for path in configs.iterdir():
             if path.name in (*CONFIGS, PARAMS):
@@ -183,7 +183,7 @@ class _Fetch:
                     out.truncate(file.size)
             except OSError as error:
                 raise disk_error(error, folder) from error
-        return True
+        return folder
 
     def _read_header(self, file: RemoteFile) -> bytes:
         """The length and the JSON in front of a file's tensors; less if they are not what they say."""

@@ -41,7 +41,7 @@ class Unpacked(NamedTuple):
     minimum: torch.Tensor | None = None
 
 
-class Layout(NamedTuple):
+class BlockLayout(NamedTuple):
     """How a type's blocks are read: its format, columns and bytes of a block, and a function of uint8 `[B, bytes]`."""
 
     format: str
@@ -164,20 +164,20 @@ def _iq4_xs(b: torch.Tensor) -> Unpacked:
     return Unpacked(entries, _halves(b, 0) * ((low | high.flatten(1) << 4).float() - 32))
 
 
-LAYOUTS: Mapping[str, Layout] = {
-    "Q4_0": Layout("int4_group32", 32, 18, _q4_0),
-    "Q4_1": Layout("int4_min32", 32, 20, _q4_1),
-    "Q5_0": Layout("int8_group32", 32, 22, _q5_0),
-    "Q5_1": Layout("int8_min16", 32, 24, _q5_1),
-    "Q8_0": Layout("int8_group32", 32, 34, _q8_0),
-    "Q2_K": Layout("int8_min16", 256, 84, _q2_k),
-    "Q3_K": Layout("int8_group16", 256, 110, _q3_k),
-    "Q4_K": Layout("int4_min32", 256, 144, _q4_k),
-    "Q5_K": Layout("int8_min16", 256, 176, _q5_k),
-    "Q6_K": Layout("int8_group16", 256, 210, _q6_k),
-    "IQ4_NL": Layout("int8_group32", 32, 18, _iq4_nl),
-    "IQ4_XS": Layout("int8_group32", 256, 136, _iq4_xs),
-    "MXFP4": Layout("mxfp4", 32, 17, _mxfp4),
+LAYOUTS: Mapping[str, BlockLayout] = {
+    "Q4_0": BlockLayout("int4_group32", 32, 18, _q4_0),
+    "Q4_1": BlockLayout("int4_min32", 32, 20, _q4_1),
+    "Q5_0": BlockLayout("int8_group32", 32, 22, _q5_0),
+    "Q5_1": BlockLayout("int8_min16", 32, 24, _q5_1),
+    "Q8_0": BlockLayout("int8_group32", 32, 34, _q8_0),
+    "Q2_K": BlockLayout("int8_min16", 256, 84, _q2_k),
+    "Q3_K": BlockLayout("int8_group16", 256, 110, _q3_k),
+    "Q4_K": BlockLayout("int4_min32", 256, 144, _q4_k),
+    "Q5_K": BlockLayout("int8_min16", 256, 176, _q5_k),
+    "Q6_K": BlockLayout("int8_group16", 256, 210, _q6_k),
+    "IQ4_NL": BlockLayout("int8_group32", 32, 18, _iq4_nl),
+    "IQ4_XS": BlockLayout("int8_group32", 256, 136, _iq4_xs),
+    "MXFP4": BlockLayout("mxfp4", 32, 17, _mxfp4),
 }
 """How the blocks of each type are read."""
 

@@ -121,8 +121,8 @@ def _find_files(model: str, screen: Screen, opened: contextlib.ExitStack) -> Mod
         return model_files(model)
     folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="inferplane-")))
     with screen.loading(f"reading the headers of {name.text}"):
-        has_headers = fetch_headers(name, folder, progress=DownloadProgress(screen.note, lambda done, total: None))
-    if not has_headers:
+        found = fetch_headers(name, folder, progress=DownloadProgress(screen.note, lambda done, total: None))
+    if found is None:
         return model_files(model)
     files = ModelFiles(folder)
     files.name = model
