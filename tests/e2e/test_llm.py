@@ -209,7 +209,7 @@ def test_seeds(llm):
         [*others[:3], SamplingParams(max_tokens=24, temperature=1.3, seed=11), *others[3:]],
     )
     assert together[3].token_ids == alone
-    assert sample(seed=-1) != alone and sample(seed=2**64 - 1)  # any whole number of 64 bits
+    assert sample(seed=-1) != alone and sample(seed=-(2**63))  # any signed integer of 64 bits
 
 
 def test_cuts(llm):

@@ -52,7 +52,9 @@ def pid(llm: AsyncLLM) -> int:
 
 
 def test_streams_equal_those_of_a_thread_and_nothing_stays() -> None:
-    params = [SamplingParams(max_tokens=12, temperature=t, seed=2**70 + i, logprobs=2) for i, t in enumerate((0, 0.9))]
+    params = [
+        SamplingParams(max_tokens=12, temperature=t, seed=-(2**63) + i, logprobs=2) for i, t in enumerate((0, 0.9))
+    ]
     with LLM(CONFIG, **OPTIONS) as llm:
         want = [(r.token_ids, r.logprobs) for r in llm.generate(PROMPTS[:2], params)]
 

@@ -15,11 +15,13 @@ from inferplane.engine.request.params import (
     MAX_BIASES,
     MAX_COUNT,
     MAX_LOGPROBS,
+    MAX_SEED,
     MAX_SEQUENCES,
     MAX_STOP_CHARACTERS,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
     MIN_REPETITION_PENALTY,
+    MIN_SEED,
 )
 from inferplane.serving.bodies import parse_json
 from inferplane.serving.errors import invalid
@@ -74,7 +76,7 @@ Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Timeout = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """Seconds for a whole request; never more than the server's limit."""
-Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Seed = Annotated[int, Field(ge=MIN_SEED, le=MAX_SEED)]
 RepetitionPenalty = Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=100)]
 BiasKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]  # one spelling per token
 Bias = Annotated[float, Field(ge=-100, le=100)]

@@ -60,7 +60,7 @@ class AsyncLLM:
     ) -> None:
         options["max_waiting"] = max_waiting
         client: EngineClient
-        if process:
+        if arguments.as_bool("process", process):
             from inferplane.engine.clients.process.remote import RemoteEngine
 
             client = RemoteEngine.start(model, options, on_warning)
@@ -190,6 +190,7 @@ class AsyncLLM:
         Raises:
             As `generate`. UsageError: no such pooling, or fewer dimensions. GenerationError: it failed while it ran.
         """
+        arguments.as_bool("normalize", normalize)
         check_dimensions(dimensions, self.info.width)
         vector, error, params = None, "", embedding_params(pooling)
         async for piece in self.generate(prompt, params, request_id, priority=priority, tenant=tenant):

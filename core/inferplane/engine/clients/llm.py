@@ -257,6 +257,7 @@ class LLM:
         Raises:
             As `generate`; UsageError also for an unknown pooling, or more dimensions than the model has.
         """
+        arguments.as_bool("normalize", normalize)
         check_dimensions(dimensions, self.runner.model.embed.weight.shape[1])
         results = self.generate(prompts, embedding_params(pooling))
         return [finish_embedding(r.embedding, dimensions, normalize=normalize, error=r.error) for r in results]

@@ -15,7 +15,14 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from inferplane.engine.clients.other_engines import advice
-from inferplane.engine.request.arguments import DRAFT_ALIASES, DRAFT_METHODS, MAX_INTEGER, as_integer, current_names
+from inferplane.engine.request.arguments import (
+    DRAFT_ALIASES,
+    DRAFT_METHODS,
+    MAX_INTEGER,
+    as_bool,
+    as_integer,
+    current_names,
+)
 from inferplane.engine.request.params import unknown_keyword
 from inferplane.errors import UsageError
 
@@ -118,7 +125,7 @@ class EngineOptions:
     enable_prefix_caching: bool = True
     max_waiting: int | None = _option(None, minimum=0)
     speculative_config: Any = None
-    tensor_parallel_size: int | None = None
+    tensor_parallel_size: int | None = _option(None, minimum=1)
     capture: bool = True
 
     def __post_init__(self) -> None:
@@ -129,6 +136,8 @@ class EngineOptions:
             most = checks.get("maximum", MAX_INTEGER)
             if "minimum" in checks and not (value is None and option.default is None):
                 object.__setattr__(self, name, as_integer(name, value, checks["minimum"], most))
+            if option.type == "bool":  # annotations are text
+                as_bool(name, value)
             if "types" in checks and not isinstance(value, checks["types"]):
                 raise UsageError(f"{name} = {value!r}.", there_is=checks["form"])
         torch = sys.modules.get("torch")  # a caller with one of its dtypes has imported it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Mapping, Sequence, Set
 from reprlib import repr as short
@@ -9,6 +10,7 @@ from typing import Any
 
 from inferplane.engine.request.params import SamplingParams, plain_integer
 from inferplane.errors import UsageError, deprecation_message
+from inferplane.units import size_of
 
 Prompt = str | Sequence[int]
 MIN_PRIORITY = -(2**31)
@@ -29,17 +31,41 @@ def as_integer(name: str, value: Any, minimum: int, maximum: int | None = None) 
     """
     found = plain_integer(value)  # not 1e6: a float is not silently rounded
     if not isinstance(found, int) or isinstance(found, bool):
-        like = int(value) if isinstance(value, float) and value.is_integer() else max(minimum, 1)
+        intended = _intended_integer(name, value)
+        fits = intended is not None and minimum <= intended and (maximum is None or intended <= maximum)
         raise UsageError(
-            f"{name} = {value!r}.",
+            f"{name} = {value!r:.80}.",
             there_is=f"integers of {minimum} and more",
-            remedy=f"pass an int, as in {name}={max(like, minimum)}",
+            remedy=f"pass an int, as in {name}={intended}" if fits else "pass an int",
         )
     if found < minimum:
         raise UsageError(f"{name} = {value!r}.", there_is=f"values of {minimum} and more")
     if maximum is not None and found > maximum:
         raise UsageError(f"{name} = {value!r:.80}.", there_is=f"values of {minimum} to {maximum}")
     return found
+
+
+def as_bool(name: str, value: Any) -> bool:
+    """Check an argument that has to be True or False, and return it; any text would count as True.
+
+    Raises:
+        UsageError: it is another value; `name` is the argument's, for the message.
+    """
+    if not isinstance(value, bool):
+        raise UsageError(
+            f"{name} = {value!r:.80}.", there_is="True and False", remedy="pass one of them, without quotes"
+        )
+    return value
+
+
+def _intended_integer(name: str, value: Any) -> int | None:
+    """The integer that a value of another type stands for: 3.0, "3", or "1GiB" where bytes are counted; else None."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str) and (value.isdecimal() or name.endswith("_bytes")):
+        with contextlib.suppress(ValueError):  # of text that is no size, or has too many digits
+            return size_of(value)
+    return None
 
 
 def current_names(values: Mapping[str, Any], old_names: Mapping[str, str]) -> dict[str, Any]:

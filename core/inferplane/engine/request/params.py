@@ -29,6 +29,8 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
 """Logits that are divided or multiplied by these are finite in float32."""
 MAX_COUNT = 2**31 - 1
 """Largest number of tokens, and largest token id, that a parameter may name; steps hold them in 64 bits or fewer."""
+MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
+"""Seeds are signed 64-bit integers in messages and tensors: beyond, two seeds would be one."""
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BIASES = 1024
 MAX_SEQUENCES = 128
@@ -92,8 +94,8 @@ class SamplingParams:
         top_p: keep the most likely tokens that together reach this probability, in (0, 1].
         top_k: keep this many of the most likely tokens; 0 keeps all.
         min_p: keep tokens with at least this share of the most likely token's probability, in [0, 1].
-        seed: equal seeds give equal tokens whatever else is in the batch; None draws a fresh seed. Taken modulo
-            2^64.
+        seed: equal seeds give equal tokens whatever else is in the batch; None draws a fresh seed. From
+            -2^63 to 2^63 - 1.
         stop: a string or strings that end the text; they are not part of it. At most 16 of at most 256 characters. Held
             as a tuple.
         stop_token_ids: token ids that end the text, beside the model's own. Held as a tuple.
@@ -316,7 +318,7 @@ _CHECKS: tuple[tuple[str, Callable[[Any, Any], bool], str], ...] = (
     ("min_p", _between(0, 1), "from 0 to 1"),
     ("ignore_eos", lambda flag, p: isinstance(flag, bool), "True and False"),
     ("min_tokens", lambda n, p: _is_int(n, 0, p.max_tokens), "from 0 to max_tokens"),
-    ("seed", lambda n, p: n is None or _is_int(n), "of whole numbers, or None"),
+    ("seed", lambda n, p: n is None or _is_int(n, MIN_SEED, MAX_SEED), "from -2^63 to 2^63 - 1, or None"),
     ("stop", lambda stops, p: all(isinstance(s, str) and s for s in stops), "of non-empty strings"),
     ("stop", lambda stops, p: len(stops) <= MAX_STOPS and all(len(s) <= MAX_STOP_CHARACTERS for s in stops), _STOPS),
     ("stop_token_ids", lambda ids, p: all(_is_int(i, 0, MAX_COUNT) for i in ids), "of token ids"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from inferplane.engine.request.arguments import DRAFT_ALIASES, DRAFT_METHODS, as_integer, current_names
+from inferplane.engine.request.arguments import DRAFT_ALIASES, DRAFT_METHODS, as_bool, as_integer, current_names
 from inferplane.engine.runner.model_files import ModelFiles
 from inferplane.engine.runner.options import Draft, RunnerOptions
 from inferplane.errors import UsageError
@@ -116,6 +116,8 @@ class SpeculativeConfig:
         for name, number in named.items():
             if type(known[name]) is int:
                 as_integer(name, number, 0)
+            elif type(known[name]) is bool:
+                as_bool(name, number)
         return cls(**named)
 
     @property

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from inferplane import SamplingParams
-from inferplane.engine.clients.options import EngineOptions
+from inferplane import AsyncLLM, SamplingParams
+from inferplane.engine.clients.options import OPTIONS, EngineOptions
 from inferplane.engine.request.arguments import MAX_INTEGER, MIN_PRIORITY, as_integer
 from inferplane.engine.request.history import History
 from inferplane.engine.sampling.batch_rows import BatchRow
 from inferplane.engine.sampling.sampler import Sampler
+from inferplane.engine.speculate.config import SpeculativeConfig
 from inferplane.errors import UsageError
 from inferplane.ops import SampleTokens
 from inferplane.types import HOST
@@ -112,6 +113,54 @@ def test_options_have_a_largest_integer(name, most):
         assert caught.value.there_is.endswith(f" to {most}")
 
 
+SWITCHES = [name for name, option in OPTIONS.items() if isinstance(option.default, bool)]
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_switches_are_true_or_false(name):
+    for value in (True, False):
+        assert getattr(EngineOptions(**{name: value}), name) is value
+    for value in ("no", "false", "", 0, 1, None, np.bool_(False)):
+        with pytest.raises(UsageError, match=f"{name} = ") as caught:
+            EngineOptions(**{name: value})
+        assert caught.value.there_is == "True and False" and caught.value.remedy
+    assert {"enable_prefix_caching", "deterministic", "strict", "capture", "mtp"} == set(SWITCHES)
+
+
+def test_switches_beside_the_options_are_true_or_false():
+    with pytest.raises(UsageError, match="process = 'no'"):
+        AsyncLLM("demo", process="no")
+    with pytest.raises(UsageError, match="adaptive = 'off'"):
+        SpeculativeConfig.of({"method": "ngram", "adaptive": "off"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("tensor_parallel_size", 0, ""),
+        ("tensor_parallel_size", -1, ""),
+        ("tensor_parallel_size", "2", "pass an int, as in tensor_parallel_size=2"),
+        ("kv_cache_bytes", "1GB", f"pass an int, as in kv_cache_bytes={2**30}"),
+        ("kv_cache_bytes", "512 MiB", f"pass an int, as in kv_cache_bytes={2**29}"),
+        ("kv_cache_bytes", "much", "pass an int"),
+        ("kv_cache_bytes", "9999999999GB", "pass an int"),
+        ("max_model_len", 1.5, "pass an int"),
+        ("max_model_len", 4096.0, "pass an int, as in max_model_len=4096"),
+        ("max_model_len", "4096", "pass an int, as in max_model_len=4096"),
+        ("max_model_len", "9" * 5000, "pass an int"),
+        ("max_num_seqs", "0", "pass an int"),
+        ("max_num_seqs", float("inf"), "pass an int"),
+        ("max_num_seqs", "1GB", "pass an int"),
+    ],
+)
+def test_a_remedy_is_what_was_meant_or_names_no_value(name, value, remedy):
+    with pytest.raises(UsageError, match=f"{name} = ") as caught:
+        EngineOptions(**{name: value})
+    assert caught.value.remedy == remedy and caught.value.there_is
+    if "=" in remedy:
+        EngineOptions(**{name: int(remedy.partition("=")[2])})
+
+
 @pytest.mark.parametrize(
     ("given", "names"),
     [
@@ -169,7 +218,7 @@ def test_every_accepted_number_is_finite_where_it_is_used():
         {"min_p": 5e-324},
         {"repetition_penalty": 1e-6},
         {"repetition_penalty": 1e6},
-        {"seed": 10**30},
+        {"seed": 2**63 - 1},
     ]
     logits = torch.linspace(-40, 40, 64).repeat(len(extremes), 1)
     rows = []

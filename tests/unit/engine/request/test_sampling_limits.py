@@ -49,6 +49,8 @@ from inferplane.errors import UsageError
         {"timeout_s": 0},
         {"timeout_s": float("nan")},
         {"seed": 1.5},
+        {"seed": 2**63},
+        {"seed": -(2**63) - 1},
     ],
 )
 def test_out_of_range(wrong):
@@ -60,7 +62,8 @@ def test_out_of_range(wrong):
 
 def test_limits_belong_to_the_range():
     SamplingParams(stop=["x" * 256] * 16, logit_bias=dict.fromkeys(range(1024), -100), n=128, logprobs=20)
-    SamplingParams(prompt_logprobs=0, regex="é" * 2048, seed=2**70, timeout_s=1e-3)
+    SamplingParams(prompt_logprobs=0, regex="é" * 2048, seed=2**63 - 1, timeout_s=1e-3)
+    SamplingParams(seed=-(2**63))
 
 
 def test_one_constraint():

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from inferplane.cli.verbs.bench.workload import BenchJob
 from inferplane.engine import SamplingParams
 from inferplane.engine.loop.engine import Engine
+from inferplane.engine.request.seeds import as_int64
 from inferplane.engine.request.state import Request
 from inferplane.errors import GenerationError
 
@@ -159,7 +160,7 @@ class _JobRunner:
                 time.sleep(min(max(0.0, waiting[0][1].due_s - self._now()), MAX_SLEEP_S))
 
     def _add(self, index: int, job: BenchJob) -> None:
-        seed = None if self.params.seed is None else self.params.seed + index
+        seed = None if self.params.seed is None else as_int64(self.params.seed + index)
         params = replace(self.params, max_tokens=job.output_tokens, ignore_eos=True, seed=seed)
         request = self.engine.add(job.prompt, params, frozenset())
         self.index_of[id(request)] = index
