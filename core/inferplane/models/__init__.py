@@ -7,7 +7,7 @@ from inferplane.models.families.eagle import eagle
 from inferplane.models.families.llama import llama
 from inferplane.models.reading.checkpoint import SafetensorsFolder
 from inferplane.models.reading.config import Config, as_config
-from inferplane.models.registry import ARCHITECTURES, architecture, build, constructor
+from inferplane.models.registry import ARCHITECTURES, architecture, build, constructor, settle_architecture
 
 __all__ = [
     "ARCHITECTURES",
@@ -22,4 +22,5 @@ __all__ = [
     "eagle",
     "families",
     "llama",
+    "settle_architecture",
 ]

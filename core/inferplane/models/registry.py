@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from inferplane.errors import PluginError, UnsupportedModelError, in_words
 from inferplane.models.build import Build
-from inferplane.models.reading.normalize import EXPERT_NAMES, SPELLINGS, ExpertNames, Spelling
+from inferplane.models.reading.config import Config
+from inferplane.models.reading.normalize import EXPERT_NAMES, SPELLINGS, ExpertNames, Spelling, find_family
 from inferplane.ops import CausalLM
 
 Constructor = Callable[[Build], CausalLM]
@@ -46,6 +47,51 @@ def architecture(
     return mark
 
 
+_CAUSAL = ("causallm", "lmhead")
+"""Parts of the names of causal language models, in small letters."""
+OTHER_TASKS = {
+    "classif": "classifies",
+    "reward": "scores answers",
+    "scor": "scores answers",
+    "rerank": "scores documents",
+    "embedding": "makes embeddings",
+    "questionanswering": "marks answers in a text",
+    "maskedlm": "fills gaps in a text",
+    "multiplechoice": "chooses among answers",
+}
+"""Parts of the names of models for another task, in small letters -> what such a model does."""
+_DRAFTS = ("eagle", "medusa", "mtp", "draft")
+
+
+def find_other_task(name: str) -> str | None:
+    """What a model does by the name of its architecture if it generates no text; None: the name does not say."""
+    return next((task for part, task in OTHER_TASKS.items() if part in name.lower()), None)
+
+
+def settle_architecture(config: Config, plugins: Mapping[str, Any] | None = None) -> Config:
+    """The config as that of the family which `model_type` names, if no family has the causal language model that
+    `architectures` names: transformers, too, goes by `model_type`. Others are returned as they are: with the name of
+    a model for another task or of a head that drafts, or with code of their own.
+
+    Args:
+        config: a model's.
+        plugins: constructors of plugins by architecture.
+
+    Raises:
+        CheckpointError: `architectures` is not a list of names.
+    """
+    family, stated = find_family(config), config.get("architectures")
+    if family is None or not stated or config.get("auto_map"):
+        return config
+    name = config.architecture
+    if name in ARCHITECTURES or name in (plugins or {}) or find_other_task(name):
+        return config
+    plain = name.lower().replace("_", "")
+    if not any(part in plain for part in _CAUSAL) or any(part in plain for part in _DRAFTS):
+        return config
+    return Config({**config, "architectures": [family, *stated]}, config.name)
+
+
 def constructor(architecture: str, plugins: Mapping[str, Any] | None = None) -> Constructor:
     """Find the constructor of an architecture, in core or in a plugin.
 
@@ -55,6 +101,12 @@ def constructor(architecture: str, plugins: Mapping[str, Any] | None = None) -> 
     """
     known = {**(plugins or {}), **ARCHITECTURES}
     target = known.get(architecture)
+    if target is None and (task := find_other_task(architecture)):
+        raise UnsupportedModelError(
+            f"A model of the architecture {architecture!r} {task}: it generates no text.",
+            there_is="causal language models; docs/models.md lists them",
+            remedy="load the language model that it was made from, or serve this one with another tool",
+        )
     if target is None:
         close = difflib.get_close_matches(architecture, known, 3, 0)
         nearest = f" The nearest name that is known is {close[0]!r}." if close else ""

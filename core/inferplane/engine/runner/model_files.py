@@ -12,7 +12,7 @@ from inferplane.engine.request.tokenizer_loading import has_vocabulary
 from inferplane.errors import CheckpointError, UsageError
 from inferplane.gguf.opened import GGUFModel, find_file
 from inferplane.hub import FORMS, locate, near_short_names, parse_name
-from inferplane.models import Config, SafetensorsFolder, as_config, constructor
+from inferplane.models import Config, SafetensorsFolder, as_config, constructor, settle_architecture
 from inferplane.models.reading.gguf_source import GGUFSource
 from inferplane.models.reading.names import canonical_names, settle_head
 from inferplane.models.reading.normalize import complaints
@@ -32,7 +32,8 @@ def check_architecture(folder: Path) -> None:
     Raises:
         UnsupportedModelError: no model family has it. CheckpointError: the config cannot be read.
     """
-    constructor(Config.read(folder).architecture, host().models())
+    plugins = host().models()
+    constructor(settle_architecture(Config.read(folder), plugins).architecture, plugins)
 
 
 class ModelFiles:
@@ -82,9 +83,9 @@ class ModelFiles:
                     there_is=f"'demo', which ships with Inferplane; {FORMS}",
                     remedy=_how_to_get_a_folder(self.name, self.folder),
                 )
-            self.config = Config.read(self.folder)
+            self.config = settle_architecture(Config.read(self.folder), host().models())
         else:
-            self.config = as_config(model)
+            self.config = settle_architecture(as_config(model), host().models())
             self.name = self.config.architecture
 
     @property

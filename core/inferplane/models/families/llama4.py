@@ -59,7 +59,7 @@ def llama4(build: Build) -> CausalLM:
     """
     config, positions = build.config, build.positions
     layers, dim, bias = config.size(LAYERS), head_size(config), config.flag("attention_bias")
-    rotated, chunk = find_rotated_layers(config), config.size("attention_chunk_size")
+    rotated, chunk = find_rotated_layers(config, takes_empty=True), config.size("attention_chunk_size")
     kinds = layer_kinds(config, KINDS, [KINDS[0] if yes else KINDS[1] for yes in rotated])
     scale, floor = config.number("attn_scale"), config.number("floor_scale")
 

@@ -76,15 +76,20 @@ def rotate_some(rope: Rotation, rotated: Sequence[bool]) -> list[Rotation | None
     return [rope if yes else None for yes in rotated]
 
 
-def find_rotated_layers(config: Config) -> list[bool]:
+def find_rotated_layers(config: Config, *, takes_empty: bool = False) -> list[bool]:
     """Whether each layer rotates: `no_rope_layers` marks with 0 those that do not, or, if the config lacks it, those at
     multiples of `no_rope_layer_interval` do not.
+
+    Args:
+        config: the model's.
+        takes_empty: whether an empty list stands for none, as in transformers' Llama 4 alone.
 
     Raises:
         CheckpointError: it is not a list with a number 0 or 1 for each layer.
     """
     every, layers = config.size("no_rope_layer_interval"), config.size("num_hidden_layers")
     marks = config.get("no_rope_layers")
+    marks = None if takes_empty and marks == [] else marks
     marks = [int((i + 1) % every != 0) for i in range(layers)] if marks is None else marks
     if not isinstance(marks, list) or len(marks) < layers or not all(mark in (0, 1) for mark in marks):
         raise CheckpointError(

@@ -139,8 +139,7 @@ def _take_text_part(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 def _name_architecture(out: dict[str, Any]) -> str:
     """Write the causal language model's name before another one for it in `architectures`; returns the name."""
-    stated, kind = out.get("architectures"), out.get("model_type")
-    of_type = next((name for name, spelling in SPELLINGS.items() if kind in spelling.model_types), None)
+    stated, of_type = out.get("architectures"), find_family(out)
     if not stated and of_type:
         stated = [of_type]
     if not isinstance(stated, (list, tuple)) or not stated or not isinstance(stated[0], str):
@@ -152,10 +151,20 @@ def _name_architecture(out: dict[str, Any]) -> str:
     return name
 
 
+def find_family(entries: Mapping[str, Any]) -> str | None:
+    """The architecture that a config's `model_type` stands for; None: it is missing or not known."""
+    kind = entries.get("model_type")
+    return next((name for name, spelling in SPELLINGS.items() if kind in spelling.model_types), None)
+
+
 def _causal(name: str) -> str:
-    """The causal language model of a known model without its head; any other name as it is."""
-    causal = f"{name.removesuffix('Model')}ForCausalLM"
-    return causal if causal in SPELLINGS else name
+    """The causal language model of a known model without its head, whole or of text; any other name as it is."""
+    base = name.removesuffix("Model")
+    known = [f"{base}ForCausalLM"]
+    if name.endswith("TextModel"):
+        text = name.removesuffix("TextModel")
+        known += [f"{text}ForCausalLM", f"{text}{WHOLE}"]
+    return next((causal for causal in known if causal in SPELLINGS), name)
 
 
 def complaints(entries: Mapping[str, Any]) -> tuple[str, ...]:

@@ -303,6 +303,10 @@ def test_sizes_are_required(family, key):
         ("llama", {"architectures": ["LlamaModel"]}, {}),
         ("qwen3", {"architectures": ["Qwen3Model"]}, {}),
         ("mistral", {"architectures": ["MistralModel"]}, {}),
+        ("gemma3", {"architectures": ["Gemma3TextModel"]}, {}),
+        ("llama4", {"architectures": ["Llama4TextModel"]}, {}),
+        ("qwen3_5", {"architectures": ["Qwen3_5TextModel"]}, {}),
+        ("llama4", {"no_rope_layers": []}, {"no_rope_layers": ...}),
         ("qwen2", {"architectures": None}, {}),
         ("mixtral", {"architectures": ...}, {}),
         ("deepseek", {"architectures": []}, {}),
@@ -312,8 +316,8 @@ def test_sizes_are_required(family, key):
 )
 def test_other_names(family, changes, same):
     entries = written(family, next(iter(CASES[family])))
-    other = {k: v for k, v in {**entries, **changes}.items() if v is not ...}
-    assert tree(other) == tree({**entries, **same}) is not None
+    other, plain = ({k: v for k, v in {**entries, **more}.items() if v is not ...} for more in (changes, same))
+    assert tree(other) == tree(plain) is not None
 
 
 @pytest.mark.parametrize("kind", MODEL_TYPES)
