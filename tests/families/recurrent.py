@@ -46,6 +46,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
                 "vocab_size": 101,
             },
             "no_attention": {"layer_types": ["conv"] * 3, "block_auto_adjust_ff_dim": False, "use_cache": False},
+            "kernel_of_1": {"conv_L_cache": 1},
         },
     ),
     "lfm2_moe": (
@@ -108,6 +109,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
                 "rope": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
             },
             "some_dense": {"decoder_sparse_step": 2, "num_hidden_layers": 2, "full_attention_interval": 2},
+            "kernel_of_1": {"linear_conv_kernel_dim": 1, "num_hidden_layers": 2, "full_attention_interval": 2},
         },
     ),
     "qwen3_5": (
@@ -277,6 +279,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
                 "rope": {"rope_type": "default", "rope_theta": 1e11},
             },
             "norm_before_gate": {"mamba_rms_norm": True, "num_hidden_layers": 2},
+            "kernel_of_1": {"mamba_d_conv": 1, "num_hidden_layers": 2},
         },
     ),
 }

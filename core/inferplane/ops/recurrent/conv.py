@@ -53,7 +53,8 @@ class CausalConv1d(Op, name="causal_conv1d"):
             return (F.silu(y) if self.silu else y).to(x.dtype)
 
         def step(state: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return convolve((*state.unbind(-1), x)), torch.cat((state[:, :, 1:], x[:, :, None]), -1)
+            inputs = torch.cat((state, x[:, :, None]), -1)  # [B, C, k]; if k is 1, the states have no entries
+            return convolve((*state.unbind(-1), x)), inputs[:, :, 1:]
 
         def span(state: torch.Tensor, before: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             inputs = torch.cat((state.t(), x))  # [k - 1 + n, C]
@@ -69,8 +70,8 @@ class CausalConv1d(Op, name="causal_conv1d"):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Decode, first tokens, drafts, prompts and mixtures; kernels of 3 and 4; with and without bias and silu; whole
-        128s of channels."""
+        """Decode, first tokens, drafts, prompts and mixtures; kernels of 1, 3 and 4; with and without bias and silu;
+        whole 128s of channels."""
 
         def sample(
             label: str, sequences: Sequences, channels: int, size: int, *, bias: bool = False, silu: bool = True
@@ -90,6 +91,8 @@ class CausalConv1d(Op, name="causal_conv1d"):
             sample("prompts", [(33, 0), (9, 64)], 96, 4, bias=True),
             sample("mixed", [(1, 7), (2, 0), (70, 0), (19, 3)], 40, 3, silu=False),
             sample("bias_without_silu", [(1, 1), (12, 1)], 32, 3, bias=True, silu=False),
+            sample("kernel_of_1_decode", [(1, 6), (1, 0), (3, 40)], 32, 1, bias=True),
+            sample("kernel_of_1_mixed", [(1, 6), (2, 0), (33, 0), (9, 20)], 32, 1),
             sample("c128_decode", [(1, 3), (4, 0), (2, 70)], 128, 3, silu=False),
             sample("c128_mixed", [(1, 5), (3, 0), (21, 0), (9, 1)], 128, 3, silu=False),
         ]

@@ -51,13 +51,15 @@ def run_cut(op, rows, state, cuts):
 
 
 @pytest.mark.parametrize("cuts", CUTS)
-@pytest.mark.parametrize(("size", "bias", "silu"), [(4, False, True), (3, True, False), (4, True, True)])
+@pytest.mark.parametrize(
+    ("size", "bias", "silu"), [(4, False, True), (3, True, False), (4, True, True), (1, True, True)]
+)
 def test_convolution(cuts, size, bias, silu):
     x, weight, b = numbers(130, 20), numbers(20, size, seed=1), numbers(20, seed=2) if bias else None
     want = causal_conv1d_fn(x.t()[None], weight, b, "silu" if silu else None)[0].t()
     y, state = run_cut(CausalConv1d(weight, b, silu), (x,), torch.empty(1, 20, size - 1), cuts)
     assert close(y, want, 2e-6)
-    assert torch.equal(state[0], x[-(size - 1) :].t())
+    assert torch.equal(state[0], x[len(x) - size + 1 :].t())
 
 
 def delta_inputs(tokens):
