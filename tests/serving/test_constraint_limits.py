@@ -37,6 +37,26 @@ def test_a_constraint_that_becomes_too_complex_is_the_clients_fault(place):
     assert _failure(Delta("", [], "error", None, "RuntimeError: broken"), Deadline(60)).status == 500
 
 
+def test_errors_are_in_plain_words():
+    why = "Parser Error: Current row has 8999 items; max is 2000. To do: simplify the schema."
+    error = f"UsageError: {BEYOND_LIMITS}: {why}"
+    failed = _failure(Delta("", [], "error", None, error), Deadline(60), "grammar")
+    assert failed.message == "The grammar is too complex to follow: Current row has 8999 items; max is 2000."
+    assert failed.param == "grammar"
+    failed = _failure(Delta("", [], "error", None, "RuntimeError: broken"), Deadline(60))
+    assert failed.message == "The request failed while it ran: broken."
+    bare = _failure(Delta("", [], "error", None, f"UsageError: {BEYOND_LIMITS}: too many states"), Deadline(60))
+    assert bare.message == "The constraint is too complex to follow: too many states." and bare.param is None
+
+
+def test_a_grammar_that_the_parser_cannot_follow_is_refused_by_its_name(client):
+    grammar = "start: " + " ".join(['"a"?'] * 2500)
+    answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 4, "grammar": grammar})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, TOO_COMPLEX, "grammar")
+    assert error["message"].startswith("The grammar is too complex to follow: ") and "Error" not in error["message"]
+
+
 def test_evil_constraints_beside_ordinary_requests():
     with Live() as live, live.client() as client:
 

@@ -57,6 +57,44 @@ def test_a_field_of_another_server_that_changes_the_answer_is_refused(form):
 
 
 @pytest.mark.parametrize(
+    ("form", "name", "value", "instead"),
+    [
+        ("chat", "suppress_tokens", [3], "logit_bias"),
+        ("chat", "bad_words_ids", [[1]], "logit_bias"),
+        ("chat", "force_words_ids", [[3]], "regex or grammar"),
+        ("chat", "forced_bos_token_id", 3, ""),
+        ("chat", "eos_token_id", 3, "stop_token_ids"),
+        ("chat", "stop_token", 3, "stop"),
+        ("chat", "max_length", 5, "max_tokens"),
+        ("chat", "num_return_sequences", 2, "n"),
+        ("chat", "guidance_scale", 3.0, ""),
+        ("chat", "penalty_alpha", 0.6, ""),
+        ("native", "bad_token_ids", [3], "OpenAI's dialect"),
+        ("native", "history_ask", ["x"], "messages"),
+        ("native", "eos_token_id", 3, "eos_token_ids"),
+        ("native", "stop_words", ["x"], "stop_sequences"),
+    ],
+)
+def test_fields_of_transformers_are_refused_with_what_to_use(form, name, value, instead):
+    model, body = MODELS[form]
+    error = refusal(model, {**body, name: value})
+    assert error is not None and (error.status, error.param, error.code) == (400, name, "unsupported")
+    assert error.message == (f"{name}: Not supported: use {instead}." if instead else f"{name}: Not supported.")
+
+
+@pytest.mark.parametrize("kind", ["integer", "array", ["string", "null"], 5])
+def test_a_json_object_of_another_type_is_refused(kind):
+    model, body = MODELS["chat"]
+    request = validate(model, {**body, "response_format": {"type": "json_object", "schema": {"type": kind}}})
+    with pytest.raises(ApiError, match="json_object is for objects") as caught:
+        request.constraint()
+    assert (caught.value.status, caught.value.param) == (400, "response_format.schema")
+    fits = {"type": "json_object", "schema": {**SCHEMA, "type": ["object", "null"]}}
+    (schema,) = validate(model, {**body, "response_format": fits}).constraint()[0].values()
+    assert schema == SCHEMA
+
+
+@pytest.mark.parametrize(
     ("form", "name", "meant"),
     [
         ("completions", "temprature", "temperature"),

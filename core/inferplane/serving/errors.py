@@ -62,6 +62,11 @@ _NAMED = re.compile(r"^SamplingParams: (\w+)")
 _CONSTRAINTS = ("json_schema", "regex", "grammar")
 
 
+def constraint_field(words: Mapping[str, str], given: Collection[str]) -> str | None:
+    """Return the wire format's name of the constraint among the given parameters; None for none. As `from_engine`."""
+    return next((words.get(name, name) for name in _CONSTRAINTS if name in given), None)
+
+
 def from_engine(error: InferplaneError, words: Mapping[str, str], given: Collection[str] = ()) -> ApiError:
     """Return an error of the engine in the client's terms.
 
@@ -81,9 +86,8 @@ def from_engine(error: InferplaneError, words: Mapping[str, str], given: Collect
     if isinstance(error, (UsageError, CapacityError)):
         found = _NAMED.match(error.what)
         # If no parameter is named, the error is about the constraint: admission has checked the rest.
-        name = found[1] if found else next((c for c in _CONSTRAINTS if c in given), None)
         text = f"{error.what} {sentence(f'There is: {error.there_is}')}" if error.there_is else error.what
-        param = words.get(name, name) if name is not None else None
+        param = words.get(found[1], found[1]) if found else constraint_field(words, given)
         code = TOO_COMPLEX if "is refused as too complex" in error.what else "invalid_value"
         return invalid(text.removeprefix("SamplingParams: "), param, code)
     return internal()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -15,12 +16,15 @@ from inferplane.engine import Delta, SamplingParams
 from inferplane.engine.request.params import BEYOND_LIMITS
 from inferplane.errors import InferplaneError, sentence
 from inferplane.serving.admission import GRACE_S, Deadline, GenerateCall
-from inferplane.serving.errors import TOO_COMPLEX, ApiError, from_engine, internal, invalid
+from inferplane.serving.errors import TOO_COMPLEX, ApiError, constraint_field, from_engine, internal, invalid
 
 if TYPE_CHECKING:
     from inferplane.engine import AsyncLLM
 
 log = logging.getLogger("inferplane.serving")
+
+_CLASS = re.compile(r"^[A-Z]\w*(?:Error|Exception|Exit|Fault|Interrupt|Iteration): ")
+"""The name of an exception's class before its words: for logs, not for clients."""
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -235,7 +239,7 @@ class Generation:
             if reason == "error":
                 facts = {"job": self._name, "why": delta.error + delta.error_place}
                 log.error("a sequence failed in the engine", extra={"facts": facts})
-            self._put(_failure(delta, self._deadline))
+            self._put(_failure(delta, self._deadline, constraint_field(self.call.words, self.call.sampling)))
             return
         piece = Piece(choice, delta)
         if reason is not None or self._pieces or self._write_now is None or not self._write_now(piece):
@@ -248,13 +252,14 @@ class Generation:
         self._wake()
 
 
-def _failure(delta: Delta, deadline: Deadline) -> ApiError:
-    """Return the error for a sequence that did not end by itself."""
+def _failure(delta: Delta, deadline: Deadline, param: str | None = None) -> ApiError:
+    """Return the error for a sequence that did not end by itself. `param` is the field with its constraint, if any."""
     if delta.finish_reason == "timeout":
         return deadline.error()
     if delta.finish_reason == "abort":
         return ApiError(503, "The request was ended by the server.", code="aborted", retry_after_s=5)
-    failed = sentence(f"The request failed while it ran: {delta.error}")
-    if BEYOND_LIMITS in (delta.error or ""):
-        return invalid(failed, code=TOO_COMPLEX)
-    return ApiError(500, failed, code="generation_failed")
+    why = _CLASS.sub("", delta.error or "")
+    if BEYOND_LIMITS in why:
+        why = why.partition(BEYOND_LIMITS)[2].partition(" To do: ")[0].removeprefix(": ").removeprefix("Parser Error: ")
+        return invalid(sentence(f"The {param or 'constraint'} is too complex to follow: {why}"), param, TOO_COMPLEX)
+    return ApiError(500, sentence(f"The request failed while it ran: {why}"), code="generation_failed")

@@ -2,11 +2,11 @@
 
 A field that would change the answer is refused, as is one that looks like a mistyped known field: an answer that
 silently ignores it looks right and is not. The tables name the fields of OpenAI's API, vLLM and SGLang, and those of
-llama.cpp, TGI, Ollama, Anthropic, Qwen and DeepSeek that change the answer.
+llama.cpp, TGI, Ollama, Anthropic, Qwen, DeepSeek and transformers that change the answer.
 
 Source: https://platform.openai.com/docs/api-reference, https://docs.vllm.ai "OpenAI-Compatible Server",
 https://docs.sglang.ai "Sampling Parameters", llama.cpp's tools/server/README.md, TGI's `GenerateParameters`, Ollama's
-docs/api.md, https://docs.anthropic.com "Messages".
+docs/api.md, https://docs.anthropic.com "Messages", transformers' `GenerationConfig`.
 """
 
 from __future__ import annotations
@@ -89,6 +89,24 @@ REFUSED: Mapping[str, Refused] = {
     **dict.fromkeys(("options", "parameters"), Refused("its fields beside the others", ({},))),
     "watermark": _OFF,
     "adapter_id": Refused(neutral=("",)),
+    # transformers' generation fields.
+    **dict.fromkeys(("max_length", "max_tokens_to_sample"), Refused("max_tokens")),
+    "min_length": Refused("min_tokens", (0,)),
+    "num_return_sequences": Refused("n", (1,)),
+    **dict.fromkeys(("eos_token_id", "forced_eos_token_id"), Refused("stop_token_ids", ([],))),
+    **dict.fromkeys(("stop_token", "stop_words", "stop_strings"), Refused("stop", ([], ""))),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids"), Refused("logit_bias", ([],))),
+    **dict.fromkeys(("sequence_bias", "bad_token_ids"), Refused("logit_bias", ([], {}))),
+    "force_words_ids": Refused("regex or grammar", ([],)),
+    "constraints": Refused("response_format, regex or grammar", ([],)),
+    **dict.fromkeys(("forced_bos_token_id", "decoder_start_token_id", "history_ask"), _EMPTY),
+    **dict.fromkeys(("exponential_decay_length_penalty", "negative_prompt", "negative_prompt_ids"), _EMPTY),
+    **dict.fromkeys(("guidance_scale", "encoder_repetition_penalty", "num_beam_groups"), Refused(neutral=(1,))),
+    **dict.fromkeys(("penalty_alpha", "diversity_penalty", "encoder_no_repeat_ngram_size"), Refused(neutral=(0,))),
+    "beam_width": Refused(neutral=(1,)),
+    "top_a": Refused(neutral=(0,)),
+    "max_time": Refused("timeout"),
+    "generation_config": Refused("its fields beside the others", ({},)),
     # Anthropic, Qwen and DeepSeek.
     **dict.fromkeys(("stop_sequences", "stopping_strings"), Refused("stop", ([],))),
     "system": Refused("a message of the role system", ("",)),

@@ -31,7 +31,7 @@ def as_integer(name: str, value: Any, minimum: int, maximum: int | None = None) 
     """
     found = plain_integer(value)  # not 1e6: a float is not silently rounded
     if not isinstance(found, int) or isinstance(found, bool):
-        intended = _intended_integer(name, value)
+        intended = _read_integer(name, value)
         fits = intended is not None and minimum <= intended and (maximum is None or intended <= maximum)
         raise UsageError(
             f"{name} = {value!r:.80}.",
@@ -58,7 +58,7 @@ def as_bool(name: str, value: Any) -> bool:
     return value
 
 
-def _intended_integer(name: str, value: Any) -> int | None:
+def _read_integer(name: str, value: Any) -> int | None:
     """The integer that a value of another type stands for: 3.0, "3", or "1GiB" where bytes are counted; else None."""
     if isinstance(value, float) and value.is_integer():
         return int(value)

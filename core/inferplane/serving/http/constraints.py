@@ -82,5 +82,16 @@ class Constrained(SamplingFields):
             schema = ANY_OBJECT if named.json_schema is None else named.json_schema
             return schema if named.strict else dict(relax(schema, dropped))
         if isinstance(form, AsObject):
-            return {**relax(form.json_schema or {}, dropped), **ANY_OBJECT}
+            return {**relax(_schema_of_object(form.json_schema or {}), dropped), **ANY_OBJECT}
         return None
+
+
+def _schema_of_object(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a JSON object; raise ApiError 400 for one that no object fits."""
+    kind = schema.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise invalid(
+            f"response_format.schema is of type {kind!r:.80}; json_object is for objects: use the type json_schema.",
+            "response_format.schema",
+        )
+    return schema

@@ -27,6 +27,12 @@ MAX_TINY_CHUNKS, TINY_CHUNK_BYTES = 1024, 64
 reading thousands of bytes. Clients send the pieces that they read from a file or a serializer: KiB, not bytes. One that
 writes token by token stays below 1,024 chunks for any prompt of up to some hundred words.
 """
+WORDS = {
+    "Only Transfer-Encoding": "the only Transfer-Encoding that is read is chunked, without another before it",
+    "Missing mandatory Host": "Missing mandatory Host header",
+    "Found multiple Host": "several Host headers",
+}
+"""h11's sentences that have a header's colon in their middle, up to it -> whole sentences."""
 EVENTS_PER_PASS = 64
 """Most parts of messages (heads, chunks) that are read in one turn of the event loop."""
 
@@ -50,7 +56,8 @@ class StrictConnection(h11.Connection):
         try:
             return self._next_event()
         except h11.RemoteProtocolError as error:
-            self.refusal = str(error).partition(": ")[0]  # without the client's bytes, which follow
+            words = str(error).partition(": ")[0]  # without the client's bytes, which follow
+            self.refusal = WORDS.get(words, words)
             raise
 
     def _next_event(self) -> Any:
@@ -71,7 +78,10 @@ class StrictConnection(h11.Connection):
             return event
         _check_lines(received)
         names = [name for name, _ in event.headers]
-        if b"transfer-encoding" in names and (b"content-length" in names or event.http_version < b"1.1"):
+        if b"transfer-encoding" in names and event.http_version < b"1.1":
+            version = event.http_version.decode()
+            raise h11.RemoteProtocolError(f"Transfer-Encoding in HTTP/{version}, which has none; send HTTP/1.1")
+        if b"transfer-encoding" in names and b"content-length" in names:
             raise h11.RemoteProtocolError("a body of two lengths")
         host = next((value for name, value in event.headers if name == b"host"), b"")
         if not HOST.fullmatch(host):

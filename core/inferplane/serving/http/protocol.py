@@ -259,7 +259,7 @@ class LimitedConnection(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # an answer has begun, and another would end it
             self.transport.close()
             return
-        reason = sentence(f"This is no valid HTTP: {self.conn.refusal or msg}")
+        reason = sentence(f"The message cannot be read as HTTP: {self.conn.refusal or msg}")
         self._answer_and_close(invalid(reason, None, self.conn.code))
 
     def _answer_and_close(self, error: ApiError) -> None:
