@@ -81,6 +81,7 @@ DENSE: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
                 "residual_multiplier": 0.3,
                 "attention_multiplier": 0.09,
             },
+            "below_0": {"embedding_multiplier": -3.0, "logits_scaling": -0.4, "residual_multiplier": -0.3},
             "bias": {
                 **ODD,
                 "embedding_multiplier": 0.7,
@@ -133,6 +134,7 @@ DENSE: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
             "tied": {},
             "norms": {**ODD, "use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": False},
             "heads": {"use_qk_norm": True},
+            "below_0": {"logit_scale": -0.7},
         },
     ),
     "cohere2": (

@@ -69,6 +69,7 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
                 "vocab_size": 101,
             },
             "no_tuning": {"num_hidden_layers": 2, "no_rope_layers": [1, 0], "attn_temperature_tuning": False},
+            "below_0": {"num_hidden_layers": 2, "no_rope_layers": [1, 0], "attn_scale": -0.1},
         },
     ),
     "phimoe": (

@@ -64,6 +64,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
                 "num_dense_layers": 0,
                 "layer_types": ["conv", "conv", "full_attention"],
                 "use_expert_bias": False,
+                "routed_scaling_factor": -1.7,
                 "norm_topk_prob": False,
                 "num_experts": 5,
                 "num_experts_per_tok": 5,
@@ -280,6 +281,15 @@ RECURRENT: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
             },
             "norm_before_gate": {"mamba_rms_norm": True, "num_hidden_layers": 2},
             "kernel_of_1": {"mamba_d_conv": 1, "num_hidden_layers": 2},
+            "below_0": {
+                "num_hidden_layers": 2,
+                "lm_head_multiplier": -0.5,
+                "embedding_multiplier": -3.0,
+                "attention_in_multiplier": -1.3,
+                "attention_out_multiplier": 0.0,
+                "ssm_in_multiplier": -1.1,
+                "ssm_out_multiplier": -0.5,
+            },
         },
     ),
 }

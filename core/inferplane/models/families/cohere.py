@@ -42,4 +42,4 @@ def cohere(build: Build) -> CausalLM:
     config, bias = build.config, build.config.flag("attention_bias")
     norms = HeadNorms("by_head" if config.flag("use_qk_norm") else "none")
     attention = grouped_query_attention(build, bias=bias, out_bias=bias, norms=norms, interleaved=True)
-    return decoder_model(build, attention, dense_mlp(build), PARALLEL, logit_factor=config.number("logit_scale"))
+    return decoder_model(build, attention, dense_mlp(build), PARALLEL, logit_factor=config.factor("logit_scale"))

@@ -51,4 +51,4 @@ def cohere2(build: Build) -> CausalLM:
     rope = rotation(build, head_size(config), interleaved=True)
     ropes = rotate_some(rope, [window is not None for window in windows] or [False] * config.size("num_hidden_layers"))
     attention = grouped_query_attention(build, bias=bias, out_bias=bias, windows=windows, ropes=ropes)
-    return decoder_model(build, attention, dense_mlp(build), PARALLEL, logit_factor=config.number("logit_scale"))
+    return decoder_model(build, attention, dense_mlp(build), PARALLEL, logit_factor=config.factor("logit_scale"))

@@ -58,7 +58,7 @@ def deepseek_v2(build: Build) -> CausalLM:
     grouped = config.get("topk_method") == "group_limited_greedy"
     groups, top_groups = (config.size("n_group"), config.size("topk_group")) if grouped else (1, 1)
     chosen = experts_per_token(config, "n_routed_experts", groups, top_groups)
-    factor, bias = config.number("routed_scaling_factor"), config.flag("mlp_bias")
+    factor, bias = config.factor("routed_scaling_factor"), config.flag("mlp_bias")
     route = MoERoute(None, chosen, "softmax", groups, top_groups, "max", False, factor)
     mlp, first = dense_mlp(build, bias=bias), config.count("first_k_dense_replace")
     shared = SharedExperts(config.count("n_shared_experts") * config.size("moe_intermediate_size"), bias=bias)

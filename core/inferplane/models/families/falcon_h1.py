@@ -49,8 +49,8 @@ def falcon_h1(build: Build) -> CausalLM:
     """
     config = build.config
     config.refuse(hidden_act=("silu",))
-    f = {entry: config.number(entry) for entry in FACTORS}
-    bias, scale = config.flag("attention_bias"), head_size(config) ** -0.5 * f["key_multiplier"]
+    f = {entry: config.factor(entry) for entry in FACTORS}
+    bias, scale = config.flag("attention_bias"), head_size(config) ** -0.5 * config.attention_factor("key_multiplier")
     attention, recurrence = grouped_query_attention(build, bias=bias, out_bias=bias, scale=scale), _mamba(build)
     attn_factors = f["attention_in_multiplier"], f["attention_out_multiplier"]
     mamba_factors = f["ssm_in_multiplier"], f["ssm_out_multiplier"]

@@ -54,14 +54,14 @@ def granite_model(
         rotates: whether q and k are rotated.
     """
     config, recurrences = build.config, recurrences or {}
-    bias, scale = config.flag("attention_bias"), config.number("attention_multiplier")
+    bias, scale = config.flag("attention_bias"), config.attention_factor("attention_multiplier")
     ropes = () if rotates else [None] * config.size(LAYERS)
     attention = grouped_query_attention(build, bias=bias, out_bias=bias, scale=scale, ropes=ropes)
     return decoder_model(
         build,
         lambda i, name: recurrences[i] if i in recurrences else attention(i, name),
         mlp,
-        LayerForm(factor=config.number("residual_multiplier")),
-        embed_factor=config.number("embedding_multiplier"),
-        logit_factor=1 / config.number("logits_scaling"),
+        LayerForm(factor=config.factor("residual_multiplier")),
+        embed_factor=config.factor("embedding_multiplier"),
+        logit_factor=1 / config.divisor("logits_scaling"),
     )

@@ -49,7 +49,7 @@ def lfm2_moe(build: Build) -> CausalLM:
     config, count = build.config, "num_experts"
     dense, inner = config.count("num_dense_layers"), config.size("intermediate_size")
     chosen, renormalize = experts_per_token(config, count), config.flag("norm_topk_prob")
-    factor = config.number("routed_scaling_factor")
+    factor = config.factor("routed_scaling_factor")
     route = MoERoute(None, chosen, "sigmoid", renormalize=renormalize, factor=factor)
 
     def feed_forward(i: int, name: str) -> GatedMLP | MoE:

@@ -61,7 +61,7 @@ def llama4(build: Build) -> CausalLM:
     layers, dim, bias = config.size(LAYERS), head_size(config), config.flag("attention_bias")
     rotated, chunk = find_rotated_layers(config, takes_empty=True), config.size("attention_chunk_size")
     kinds = layer_kinds(config, KINDS, [KINDS[0] if yes else KINDS[1] for yes in rotated])
-    scale, floor = config.number("attn_scale"), config.number("floor_scale")
+    scale, floor = config.factor("attn_scale"), config.number("floor_scale")
 
     def make_factors() -> torch.Tensor:
         return torch.log1p(torch.floor((torch.arange(positions) + 1.0) / floor)) * scale + 1.0

@@ -230,5 +230,5 @@ def _sigmoid_routing(config: Config) -> ops.MoERoute:
             "its best two.",
             remedy="correct the entries, or fetch the file again",
         )
-    renormalize, factor = config.flag("norm_topk_prob"), config.number("routed_scaling_factor")
+    renormalize, factor = config.flag("norm_topk_prob"), config.factor("routed_scaling_factor")
     return ops.MoERoute(None, chosen, "sigmoid", groups, top_groups, "top2", renormalize, factor)

@@ -157,6 +157,47 @@ class Config(dict[str, Any]):
             raise self._wrong_entry(key, "not a number above 0")
         return float(value)
 
+    def factor(self, key: str) -> float:
+        """A finite number that multiplies what a model computes; it may be 0 or below.
+
+        Raises:
+            CheckpointError: missing, or something else.
+        """
+        value = self.need(key)
+        if not is_number(value):
+            raise self._wrong_entry(key, "not a finite number")
+        return float(value)
+
+    def attention_factor(self, key: str) -> float:
+        """A factor of attention's scores.
+
+        Raises:
+            CheckpointError: missing, or no finite number.
+            UnsupportedModelError: it is 0 or below, for which kernels are wrong that find the largest score, or mask,
+                before they multiply: FlashAttention 2 is one.
+        """
+        value = self.factor(key)
+        if value <= 0:
+            raise UnsupportedModelError(
+                f"{self.name}: {key} is {value:g}; attention with scores times 0 or less is not implemented.",
+                there_is="factors above 0",
+            )
+        return value
+
+    def divisor(self, key: str) -> float:
+        """A finite number that divides what a model computes.
+
+        Raises:
+            CheckpointError: missing, or no finite number.
+            UnsupportedModelError: it is 0.
+        """
+        value = self.factor(key)
+        if value == 0:
+            raise UnsupportedModelError(
+                f"{self.name}: {key} is 0, by which the model would divide.", there_is="numbers other than 0"
+            )
+        return value
+
     def numbers(self, key: str, count: int, default: float) -> list[float]:
         """A list of finite numbers; `default` in each place when it is missing or null.
 
