@@ -383,7 +383,7 @@ def test_spellings_of_dtypes(spelling, want, tmp_path):
         ("model.safetensors", "but a file.*pass its folder"),
         ("meta-llama/Llama-3.1-8B", "not whole in the cache; downloads are off.*inferplane pull meta-llama/Llama-3.1"),
         ("hf://a/b:Q4_K_M", "not whole in the cache; downloads are off.*inferplane pull hf://a/b:Q4_K_M"),
-        ("qwen3:06b", "is no folder.*perhaps qwen3:0.6b was meant"),
+        ("qwen3:06b", "is no folder.*perhaps qwen3:0.6b (or .*)?was meant.*list --names"),
         ("/no/such/folder", "is no folder.*check the name, or pass the folder"),
         ("hf:a", "'hf:a' is no name of a model"),
         ("ollama://x", "an address of which nothing is downloaded.*the GGUF file that ollama keeps"),

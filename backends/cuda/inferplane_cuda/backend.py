@@ -40,7 +40,10 @@ DEVICE_NODES = "/dev/nvidia[0-9]*"
 OTHER_NODES = ("/dev/dxg", "/dev/nvhost-gpu")
 """Where NVIDIA GPUs have no node of their own: WSL2 and Tegra."""
 
-INSTALL_TORCH = "install a CUDA build of torch (pip install torch on Linux, or https://pytorch.org/get-started/locally)"
+INSTALL_TORCH = (
+    "put a CUDA build of torch in place of this one: `pip install --force-reinstall torch --index-url "
+    "https://download.pytorch.org/whl/cu130` (other versions of CUDA: https://pytorch.org/get-started/locally)"
+)
 INSTALL_DRIVER = "install NVIDIA's driver; in a container, start it with `--gpus all`"
 
 BRANDS = ("NVIDIA", "GeForce", "Quadro", "TITAN", "Tesla")

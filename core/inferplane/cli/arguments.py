@@ -104,7 +104,8 @@ class Parser(argparse.ArgumentParser):
         if options:
             what = f"option{'s' * (len(options) > 1)} {' and '.join(map(repr, options))}"
         else:
-            what = f"argument; quote what belongs together: {' '.join(rest)!r}"
+            what = f"argument {' '.join(rest)!r}"
+            elsewhere = [f"quote words that belong together; a prompt stands behind -p; see `{self.prog} --help`"]
         perhaps = f"perhaps {' and '.join(close)} {'were' if close[1:] else 'was'} meant"
         remedy = "; ".join(elsewhere) or (perhaps if close else f"see `{self.prog} --help`")
         return UsageError(f"{self.prog} has no {what}.", remedy=remedy)

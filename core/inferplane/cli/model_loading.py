@@ -73,13 +73,15 @@ def open_model(args: argparse.Namespace, screen: Screen) -> tuple[LLM, SamplingP
             from inferplane.cli.sampling_defaults import sampling_params
             from inferplane.engine import LLM, ModelFiles
             from inferplane.engine.request.tokenizer_loading import no_vocabulary
-            from inferplane.engine.runner.model_files import SHIPPED
+            from inferplane.engine.runner.model_files import SHIPPED, check_architecture
 
         files = ModelFiles(args.model)
         if files.folder is not None and not files.has_tokenizer:
             remedy = "add its tokenizer.json (`inferplane bench` needs none)"
             if args.model in SHIPPED:
                 remedy = "pass demo as the model, and this draft model by --speculative-model"
+            else:
+                check_architecture(files.folder)  # a model that cannot run needs no tokenizer
             raise no_vocabulary(args.model, files.folder, remedy)
         params = sampling_params(args, files.folder)
         loading.phase(f"loading {args.model}")

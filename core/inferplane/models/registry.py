@@ -109,7 +109,8 @@ def constructor(architecture: str, plugins: Mapping[str, Any] | None = None) -> 
         )
     if target is None:
         close = difflib.get_close_matches(architecture, known, 3, 0)
-        nearest = f" The nearest name that is known is {close[0]!r}." if close else ""
+        near = difflib.get_close_matches(architecture, known, 1, 0.5)
+        nearest = f" The nearest name that is known is {near[0]!r}." if near else ""
         others = f", among them {', '.join(close)}" if close else ""
         raise UnsupportedModelError(
             f"Architecture {architecture!r} is not known: no model family has its arithmetic.{nearest}",

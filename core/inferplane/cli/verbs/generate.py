@@ -56,10 +56,13 @@ def read_prompt(args: argparse.Namespace) -> str:
     """
     prompt: str | None = args.prompt
     if prompt is None:
+        likely = "TEXT" if args.model == "demo" or Path(args.model).exists() else repr(args.model)
+        remedy = f"{PROGRAM} generate -p {likely}, or pipe one in"
         if sys.stdin is None or sys.stdin.isatty():
-            likely = "TEXT" if args.model == "demo" or Path(args.model).exists() else repr(args.model)
-            raise UsageError("There is no prompt.", remedy=f"{PROGRAM} generate -p {likely}, or pipe one in")
+            raise UsageError("There is no prompt.", remedy=remedy)
         prompt = sys.stdin.read().removesuffix("\n")
+        if not prompt:
+            raise UsageError("There is no prompt: standard input is empty.", remedy=remedy)
     if not prompt:
         raise UsageError("The prompt is empty.", remedy="pass at least one character")
     return as_text(prompt)

@@ -150,5 +150,5 @@ def _how_to_get_a_folder(name: str, path: Path) -> str:
     if name.startswith("ollama:"):
         return "pass the GGUF file that ollama keeps (`ollama show --modelfile NAME` names it after FROM)"
     if near := near_short_names(name):
-        return f"perhaps {near[0]} was meant"
-    return "check the name, or pass the folder of the model's files"
+        return f"perhaps {' or '.join(near)} was meant; `inferplane list --names` shows all short names"
+    return "check the name, or pass the folder of the model's files; `inferplane list --names` shows the short names"

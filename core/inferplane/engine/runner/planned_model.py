@@ -89,7 +89,9 @@ class PlannedModel:
         if options.max_model_len is not None:
             if options.max_model_len < 1 or (limit and options.max_model_len > limit):
                 raise UsageError(
-                    f"max_model_len = {options.max_model_len}.", there_is=f"1 to {limit}, the model's own positions"
+                    f"max_model_len = {options.max_model_len}.",
+                    there_is=f"1 to {limit}, the model's own positions" if limit else "numbers from 1",
+                    remedy="pass one of these, or leave it out",
                 )
             limit = options.max_model_len
         self.max_model_len: int = limit or 4096

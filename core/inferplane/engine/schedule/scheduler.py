@@ -46,7 +46,7 @@ class Limits:
     @property
     def length_remedy(self) -> str:
         """What a user may do about sequences that are too long, as words for an error."""
-        return "raise kv_cache_bytes" if self.limited_by_cache else "raise max_model_len"
+        return "raise kv_cache_bytes" if self.limited_by_cache else "raise max_model_len where the model allows it"
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ class SafetensorsFolder:
             raise CheckpointError(
                 f"{self.folder} holds no *.safetensors.",
                 there_is=f"{', '.join(others[:3])}, which may run code when opened and is never read" if others else "",
-                remedy="convert the checkpoint to safetensors",
+                remedy="convert the checkpoint to safetensors" if others else "fetch its weights: none are here",
             )
         return files
 
