@@ -182,15 +182,15 @@ def processes(monkeypatch, tmp_path):
 
 def test_what_is_done_is_not_run_again(processes):
     processes.code["correct.b"] = CUT + "sys.exit('no kernel image')"
-    status, told = processes()
-    assert status == 1 and told["wrong"] == ["correct: correct.b: exit status 1: went on; no kernel image"]
-    assert told["parts"]["correct"] == [{"passed": True}, {"n": 1}] and told["parts"]["mla"] == [{"passed": True}]
+    status, report = processes()
+    assert status == 1 and report["wrong"] == ["correct: correct.b: exit status 1: went on; no kernel image"]
+    assert report["parts"]["correct"] == [{"passed": True}, {"n": 1}] and report["parts"]["mla"] == [{"passed": True}]
     processes.code |= {name: "raise SystemExit('ran again')" for name in ("correct.a", "engine", "mla")}
     processes.code["correct.b"] = GOOD
-    status, told = processes()
-    assert status == 0 and told["wrong"] == [] and told["parts"]["correct"] == [{"passed": True}] * 2
-    status, told = processes("--again", "--only", "mla")
-    assert status == 1 and "ran again" in told["wrong"][0] and "mla" not in told["parts"]
+    status, report = processes()
+    assert status == 0 and report["wrong"] == [] and report["parts"]["correct"] == [{"passed": True}] * 2
+    status, report = processes("--again", "--only", "mla")
+    assert status == 1 and "ran again" in report["wrong"][0] and "mla" not in report["parts"]
 
 
 def test_a_part_that_does_not_end_is_ended_with_all_its_workers(processes, monkeypatch):
@@ -198,8 +198,8 @@ def test_a_part_that_does_not_end_is_ended_with_all_its_workers(processes, monke
     worker = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     processes.code["mla"] = CUT + f"import subprocess; subprocess.run([sys.executable, '-c', {worker!r}])"
     monkeypatch.setitem(check.LIMITS_S, "mla", 3)
-    status, told = processes("--only", "mla")
-    assert status == 1 and told["wrong"] == ["mla: mla: no end within 3 s"] and told["parts"]["mla"] == [{"n": 1}]
+    status, report = processes("--only", "mla")
+    assert status == 1 and report["wrong"] == ["mla: mla: no end within 3 s"] and report["parts"]["mla"] == [{"n": 1}]
     for _ in range(100):
         try:
             os.kill(int(pid.read_text()), 0)
@@ -215,8 +215,8 @@ def test_versions_are_told():
 
 
 def test_without_time_nothing_is_begun(processes):
-    status, told = processes("--budget", "1")
-    assert status == 1 and told["parts"] == {} and all("no time left" in w for w in told["wrong"])
+    status, report = processes("--budget", "1")
+    assert status == 1 and report["parts"] == {} and all("no time left" in w for w in report["wrong"])
 
 
 def test_what_is_missing_is_told_before_anything_runs(monkeypatch, capsys, tmp_path):

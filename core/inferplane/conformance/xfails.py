@@ -40,7 +40,9 @@ def read(path: Path) -> list[Expected]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise UsageError(f"The list of expected failures cannot be read: {error}.") from error
+        raise UsageError(
+            f"The list of expected failures cannot be read: {error}.", remedy="check its path and form"
+        ) from error
     found: list[Expected] = []
     comment: list[str] = []
     ended = False

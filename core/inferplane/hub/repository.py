@@ -91,7 +91,10 @@ class Repository:
         found = [f for f in found if not f.name.startswith(".")]
         for file in found:
             if file.size > MAX_SMALL_BYTES:
-                raise CheckpointError(f"{file.name} of {self.name.full} has {file.size} bytes, which is not plausible.")
+                raise CheckpointError(
+                    f"{file.name} of {self.name.full} has {file.size} bytes, which is not plausible.",
+                    there_is=f"at most {MAX_SMALL_BYTES} bytes for such a file",
+                )
         return found
 
     def configs(self) -> list[RemoteFile]:

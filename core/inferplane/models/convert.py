@@ -58,7 +58,9 @@ def convert(file: Path, folder: Path, dtype: torch.dtype | None = None, progress
             _write_tensors(source, made, dtype, progress, stacked=entries["architectures"][0] == _STACKED)
             made.rename(folder)
     except OSError as error:
-        raise UsageError(f"{folder} cannot be written: {error.strerror or error}.") from error
+        raise UsageError(
+            f"{folder} cannot be written: {error.strerror or error}.", remedy="choose another folder, or free space"
+        ) from error
     finally:
         source.close()
 

@@ -109,7 +109,11 @@ def _check_settings(rope: dict[str, Any], dim: int) -> None:
         if rope.get(key) is not None and not (is_number(rope[key]) and 0 <= rope[key] <= MAX_ENTRY):
             raise _wrong_entry(rope, key, f"a number from 0 to {MAX_ENTRY:g}")
     if kind == "dynamic" and dim < 4:
-        raise CheckpointError(f"Rotary scaling of type 'dynamic' needs more than {dim} rotated entries a head.")
+        raise CheckpointError(
+            f"Rotary scaling of type 'dynamic' needs more than {dim} rotated entries a head.",
+            there_is="4 or more",
+            remedy="correct the config's rotary settings",
+        )
     if kind == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]:
         raise _wrong_entry(rope, "high_freq_factor", f"above low_freq_factor = {rope['low_freq_factor']!r}")
     for key in {"yarn": ("rope_theta",), "longrope": ("original_max_position_embeddings",)}.get(kind, ()):

@@ -305,7 +305,7 @@ class Op(Scratch):
 
     def extensions(self) -> frozenset[str]:
         """Extensions that this op and all ops below use; `extension` tells what they are. Its own kind does not count:
-        whoever wrote a kernel for it knows it."""
+        the author of a kernel for it knows it."""
         return self.once("extensions", self._find_extensions)
 
     def _find_extensions(self) -> frozenset[str]:

@@ -27,7 +27,7 @@ MIN_S = 0.001
 
 
 class Deadline:
-    """When a request has to end, on a clock that nobody sets.
+    """When a request has to end, on a clock that cannot be set.
 
     Args:
         limit_s: seconds from now that the server allows.
@@ -74,7 +74,7 @@ class Deadline:
         try:
             return await work
         except asyncio.CancelledError:
-            # `uncancel` exists since Python 3.11; it tells whether somebody else has cancelled the task, too.
+            # `uncancel` exists since Python 3.11; it shows whether the task was cancelled from elsewhere, too.
             if not is_late or getattr(task, "uncancel", int)() > 0:
                 raise
             raise self.error() from None

@@ -25,7 +25,7 @@ BYTES_PER_MARK = 64
 """Memory for each `,` `[` `{` `:` outside of texts. Measured on bodies of 4 MB (Python 3.11, pydantic 2.14):
 `[[[]]]` 55, `{"a":1}` 63, `[]` 33, short texts up to 58, numbers 11 to 46."""
 CHEAP_BYTES = 2**20
-"""Texts hold marks, too. They are told apart only where all marks together would cost more than this."""
+"""Texts hold marks, too. They are distinguished only where all marks together would cost more than this."""
 _OPENING, _KEYS = (b"[", b"{"), (b":",)
 _MARKS = (*_OPENING, b",", b":")
 _collector = threading.Lock()

@@ -71,7 +71,9 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str], path: str | No
             name = ALIASES.get(given_name, given_name)
             if name in named:
                 first, where = named[name]
-                raise UsageError(f"{first} and {given_name} are the same setting ({where}, {origin}).")
+                raise UsageError(
+                    f"{first} and {given_name} are the same setting ({where}, {origin}).", remedy="keep one of them"
+                )
             named[name] = given_name, origin
             if name not in values:
                 values[name], origins[name] = _convert(FIELDS[name], value, origin), origin

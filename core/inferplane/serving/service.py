@@ -260,7 +260,7 @@ class Service:
                 release()
             else:
                 try:
-                    await generation.close(release)  # what the engine still holds is nobody else's
+                    await generation.close(release)  # no other request may use what the engine still holds
                 finally:
                     self._generations.discard(generation)
                     self.slots.usage.add_request(call.key, generation.prompt_tokens + generation.completion_tokens)

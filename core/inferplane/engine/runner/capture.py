@@ -184,7 +184,7 @@ class DecodeSteps:
         sizes: the sizes to capture.
         disabled_reason: why nothing is captured, in words; empty to capture.
         vocab: number of token ids that the step knows, for comparing captures with it.
-        on_wrong: told of each wrong capture.
+        on_wrong: called with each wrong capture.
         num_tables: block tables of a sequence that the step reads.
 
     Attributes: `disabled_reason`; `wrong`, the sizes whose captures are wrong, with the reason; `replayed` and `eager`,

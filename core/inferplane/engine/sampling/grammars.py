@@ -93,7 +93,9 @@ class Grammars:
             tokens: Any = TextTokens(own, self._text, end_ids)
             self._tokenizer = llguidance.LLTokenizer(tokens, n_vocab=vocab, eos_token=end_ids)
         except ValueError as error:
-            raise UsageError(f"llguidance cannot use this model's tokenizer: {error}.") from error
+            raise UsageError(
+                f"llguidance cannot use this model's tokenizer: {error}.", remedy="ask for text without a constraint"
+            ) from error
         self._llguidance: Any = llguidance
         self._limits = llguidance.LLParserLimits(**LIMITS)
         self._lock = threading.Lock()  # guards the cache
@@ -192,7 +194,9 @@ def _tokenizer_text(tokenizer: Any) -> str:
         return tokenizer
     fast = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not isinstance(fast, Tokenizer):
-        raise UsageError("Constrained output needs a fast tokenizer (a tokenizer.json).")
+        raise UsageError(
+            "Constrained output needs a fast tokenizer.", remedy="add the model's tokenizer.json to its folder"
+        )
     copy = Tokenizer.from_str(fast.to_str())
     copy.no_padding()
     copy.no_truncation()

@@ -189,7 +189,10 @@ class SafetensorsFolder:
         first, last = shard.bounds(shape[shard.axis])
         mine = (*shape[: shard.axis], last - first, *shape[shard.axis + 1 :])
         if out.numel() != math.prod(mine):  # reading on would fill it with its neighbours' bytes
-            raise CheckpointError(f"{entry.path}: {name} {entry.shape} does not fill {tuple(out.shape)}.")
+            raise CheckpointError(
+                f"{entry.path}: {name} {entry.shape} does not fill {tuple(out.shape)}.",
+                remedy="check that config.json belongs to these files",
+            )
         out = out.view(mine)
         if entry.transposed:
             stored = torch.empty(tuple(reversed(shape)), dtype=entry.dtype)

@@ -155,7 +155,9 @@ class GGUFSource:
         """
         kind = self.find_packed_type(name)
         if kind is None:
-            raise CheckpointError(f"Tensor {name!r} is not packed, or not as its model has it.")
+            raise CheckpointError(
+                f"Tensor {name!r} is not packed, or not as its model has it.", remedy="read its values (read_into)"
+            )
         entry = self._entries[name]
         total = math.prod(entry.shape[:-1])
         return kind, self._rows(entry, first, total - first if rows is None else rows)

@@ -1,6 +1,6 @@
 """Scans JSON from untrusted files: regular files of limited size, without building values that are not needed.
 
-A general JSON parser takes twenty times the memory of a text of empty lists. This scanner is told what must come next,
+A general JSON parser takes twenty times the memory of a text of empty lists. This scanner knows what must come next,
 builds nothing else, and names the byte at which something else came. It decodes UTF-8 as one character per byte: the
 syntax of JSON is ASCII, and one other character would make the Python string of the whole text four times as large.
 """

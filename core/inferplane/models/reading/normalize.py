@@ -87,7 +87,7 @@ def normalize(entries: Mapping[str, Any]) -> dict[str, Any]:
     - `rope_parameters` has all rotary settings that the config states anywhere: `rope_type`, `rope_theta`,
       `original_max_position_embeddings` and the type's own. `rope_scaling` and the top level's spellings are gone.
 
-    Entries of an impossible kind stay as they are; whoever reads them refuses them.
+    Entries of an impossible kind stay as they are; what reads them refuses them.
     """
     out = _take_text_part(entries)
     family = _name_architecture(out)

@@ -1,7 +1,7 @@
 """gRPC's health protocol: on the port of the inference service, and on a port with threads of its own.
 
 Requests share one event loop with the first, so that probes wait while it is held up. On the second they are answered
-by threads, also while that loop is stuck, and are told that it is.
+by threads, also while that loop is stuck, and learn that it is.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ class LoopLag:
     """Measures an event loop's lag; any thread may read it.
 
     Args:
-        report: called with `worst_s` about once a second; None: nobody is told.
+        report: called with `worst_s` about once a second; None: nothing is called.
     """
 
     def __init__(self, report: Callable[[float], object] | None = None) -> None:
@@ -42,7 +42,7 @@ class LoopLag:
 
     @property
     def stuck_s(self) -> float:
-        """Seconds by which the loop is late right now; 0 while nobody measures it."""
+        """Seconds by which the loop is late right now; 0 while it is not measured."""
         ticked_at = self._ticked_at
         return 0.0 if ticked_at is None else max(time.monotonic() - ticked_at - TICK_S, 0.0)
 

@@ -110,7 +110,9 @@ def check(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None and args.kind != kind:
             raise UsageError(f"bench {args.kind} takes no --{name}.", remedy=f"leave it out, or use bench {kind}")
     if args.compare and args.rate is not None:
-        raise UsageError("--compare static takes no --rate: its batches do not wait for arrivals.")
+        raise UsageError(
+            "--compare static takes no --rate: its batches do not wait for arrivals.", remedy="leave one of them out"
+        )
     speculation(args)  # refuses drafts without a method
     args.max_num_seqs = BATCH[args.kind] if args.max_num_seqs is None else args.max_num_seqs
     args.repeats = REPEATS[args.kind] if args.repeats is None else args.repeats

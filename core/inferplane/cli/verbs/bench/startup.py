@@ -41,7 +41,10 @@ def time_starts(args: argparse.Namespace, on_done: Callable[[], None]) -> list[d
             if (refused := _parse_error(done.stdout)) is not None:
                 raise refused
             lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-            raise GenerationError(f"A process did not start the model: {lines[-1]}")
+            raise GenerationError(
+                f"A process did not start the model: {lines[-1]}",
+                remedy="run `inferplane generate` with the same options",
+            )
         out.append(json.loads(done.stdout.splitlines()[-1]))
         on_done()
     return out

@@ -66,7 +66,7 @@ def read_jobs(path: Path, count: int | None, outputs: Lengths, encode: Encode, s
         prompt = entry["prompt"]
         ids = encode(prompt) if isinstance(prompt, str) else prompt
         if not ids:
-            raise UsageError(f"{path}:{number}: the prompt is empty.")
+            raise UsageError(f"{path}:{number}: the prompt is empty.", remedy="remove the line, or write a prompt")
         jobs.append(BenchJob(ids, entry.get("output_len", drawn)))
     return jobs
 
