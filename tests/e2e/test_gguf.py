@@ -14,7 +14,7 @@ from inferplane.cli.main import main
 from inferplane.engine import ModelFiles
 from inferplane.errors import UsageError
 from inferplane.models.convert import convert
-from tests.unit.gguf.files import llama, write
+from tests.unit.gguf.files import SHAPES, llama, random_blocks, write
 
 PROMPT = [1, 5, 9, 30]
 
@@ -33,8 +33,8 @@ def file(tmp_path_factory):
     return write(tmp_path_factory.mktemp("gguf") / "tiny-Q8_0.gguf", llama("Q8_0"))
 
 
-def logits_of(model):
-    with LLM(model, device="cpu", dtype="float32", max_num_seqs=1, max_model_len=64) as llm:
+def logits_of(model, dtype="float32"):
+    with LLM(model, device="cpu", dtype=dtype, max_num_seqs=1, max_model_len=64) as llm:
         ids = llm.generate([PROMPT], SamplingParams(max_tokens=4, temperature=0))[0].token_ids
         return torch.as_tensor(llm.logits([PROMPT])[0]), list(ids)
 
@@ -46,6 +46,33 @@ def test_a_file_and_the_folder_made_from_it(file, tmp_path):
     assert (got - want).abs().max() <= 1e-5 * want.abs().max() and ids == wanted
     with pytest.raises(UsageError, match="exists"):
         convert(file, tmp_path / "folder")
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "TQ2_0"])
+def test_packed_weights_compute_as_their_values_do(kind, tmp_path):
+    file = write(tmp_path / "tiny.gguf", llama(kind))
+    convert(file, tmp_path / "folder")
+    got, want = logits_of(file, "bfloat16")[0], logits_of(tmp_path / "folder")[0]
+    rounded = logits_of(tmp_path / "folder", "bfloat16")[0]
+    bound = max(2 * float((rounded - want).abs().max()), 0.01 * float(want.abs().max()))
+    assert (got - want).abs().max() <= bound
+
+
+def test_packed_and_plain_parts_of_a_fused_weight(tmp_path):
+    tensors = llama("Q8_0")
+    name, shape = "blk.0.attn_v.weight", SHAPES["blk.0.attn_v.weight"]
+    file = write(tmp_path / "mixed.gguf", {**tensors, name: ("F16", random_blocks("F16", shape))})
+    convert(file, tmp_path / "folder")
+    got, want = logits_of(file)[0], logits_of(tmp_path / "folder")[0]
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_packed_files_are_computed_in_bfloat16_and_converted_to_float32(file, tmp_path):
+    assert ModelFiles(file).config["torch_dtype"] == "bfloat16"
+    convert(file, tmp_path / "folder")
+    assert ModelFiles(tmp_path / "folder").config["torch_dtype"] == "float32"
+    plain = write(tmp_path / "plain.gguf", llama("F16"))
+    assert ModelFiles(plain).config["torch_dtype"] == "float16"
 
 
 def test_a_folder_with_one_file(file, tmp_path):
@@ -75,9 +102,9 @@ def test_show(file, capsys):
 
 
 def test_explain_says_what_is_expanded(tmp_path, capsys):
-    file = write(tmp_path / "tiny-Q2_K.gguf", llama("Q2_K"))
+    file = write(tmp_path / "tiny-TQ2_0.gguf", llama("TQ2_0"))
     assert main(["explain", str(file), "--device", "cpu"]) == 0
-    assert "packed matrices that are expanded while they are read: 8 in Q2_K" in capsys.readouterr().out
+    assert "packed matrices that are expanded while they are read: 8 in TQ2_0" in capsys.readouterr().out
 
 
 def test_two_processes_derive_one_folder(file, tmp_path):

@@ -88,15 +88,22 @@ class GGUFModel:
         """A folder with config.json and the tokenizer's files; see `derive`."""
         return derive(self.path, self.header.metadata, self.entries)
 
-    def _dtype(self) -> str:
-        """The dtype to compute in: that of the matrices if they are in 16 bits, else float32, which holds every packed
-        value."""
+    @cached_property
+    def is_packed(self) -> bool:
+        """Whether most bytes of the matrices are in blocks of quantized numbers."""
+        return self._main_type() not in ("F32", *_DTYPES)
+
+    def _main_type(self) -> str:
+        """The type that most bytes of the matrices have."""
         sizes: Counter[str] = Counter()
         for entry in self.header.tensors.values():
             if len(entry.shape) > 1:
                 sizes[entry.type.name] += entry.nbytes
-        most = max(sizes, key=lambda name: sizes[name], default="F32")
-        return _DTYPES.get(most, "float32")
+        return max(sizes, key=lambda name: sizes[name], default="F32")
+
+    def _dtype(self) -> str:
+        """The dtype to compute in: that of the matrices, or bfloat16 if most are packed."""
+        return "bfloat16" if self.is_packed else _DTYPES.get(self._main_type(), "float32")
 
     def _read_numbers(self, name: str) -> list[float]:
         """The values of a small float32 tensor."""

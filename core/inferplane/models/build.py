@@ -115,6 +115,8 @@ class Build:
         formats = {self.format_of(part) for part in parts}
         if len(formats) > 1 and (joined := join_formats(formats)) is not None:
             formats = {joined}
+        elif PLAIN in formats and self._has_packed_blocks:
+            formats = {PLAIN}  # the packed parts are expanded while they are read
         if len(formats) > 1:
             raise CheckpointError(
                 f"{parts[0]} and {len(parts) - 1} more are fused, but stored in formats {', '.join(sorted(formats))}.",
@@ -177,6 +179,12 @@ class Build:
     def rms_norm(self, name: str, width: int, eps: float | None = None) -> RMSNorm:
         """Declare an RMS norm. `eps` defaults to the config's epsilon."""
         return RMSNorm(Weight((f"{name}.weight",), (width,)), self._rms_norm_eps if eps is None else eps)
+
+    @cached_property
+    def _has_packed_blocks(self) -> bool:
+        """Whether the checkpoint is a GGUF file, whose tensors have values in any format."""
+        settings = self.config.get("quantization_config")
+        return isinstance(settings, Mapping) and settings.get("quant_method") == "gguf"
 
     @cached_property
     def _rms_norm_eps(self) -> float:

@@ -45,8 +45,8 @@ def convert(file: Path, folder: Path, dtype: torch.dtype | None = None, progress
         raise UsageError(f"{folder} exists.", remedy="name another folder, or remove it")
     model = GGUFModel.open(file)
     entries = dict(model.entries)
-    if dtype is not None:
-        entries["torch_dtype"] = str(dtype).removeprefix("torch.")
+    if dtype is not None or model.is_packed:
+        entries["torch_dtype"] = str(dtype or torch.float32).removeprefix("torch.")
     constructor(Config(entries, str(file)).architecture, {})
     source, derived = GGUFSource(model.header, model.meta), model.derive_folder()
     try:

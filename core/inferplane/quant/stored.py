@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 from inferplane.binding import FormatReader, TensorSource
 from inferplane.errors import CheckpointError, PluginError, UnsupportedModelError, warn
 from inferplane.ops import FORMATS
+from inferplane.quant import gguf_blocks
 from inferplane.quant.formats import READERS, SUFFIXES
 from inferplane.quant.instructions import check_instructions, is_excluded
 from inferplane.quant.microscaling import MICROSCALED, MODELOPT, find_compressed
@@ -109,8 +110,9 @@ def read_quant_config(
     if not settings:
         return QuantFormats()
     method = settings.get("quant_method")
-    if method == "gguf":  # GGUF files: values are expanded while they are read
-        return QuantFormats()
+    if method == "gguf":
+        types = settings.get("types") or {}
+        return QuantFormats(lambda name: gguf_blocks.find_format(types, name), readers=gguf_blocks.READERS)
     check_instructions(str(method), settings)
     if method == "mxfp4" and names is None:
         return QuantFormats(lambda name: "mxfp4" if ".experts." in name else PLAIN)
