@@ -20,6 +20,7 @@ import pytest
 from pydantic_core import from_json
 
 from inferplane.dialogue.messages import MessageError, normalize_messages
+from inferplane.dialogue.near_names import search
 from inferplane.dialogue.template import Template, forms
 from inferplane.serving.bodies import LARGE_BYTES, MAX_CONTAINERS, MAX_KEYS, BodyMemory, object_bytes, parse_json
 from inferplane.serving.errors import ApiError
@@ -30,7 +31,6 @@ from inferplane.serving.http.completions import CompletionRequest
 from inferplane.serving.http.embeddings import EmbeddingRequest
 from inferplane.serving.http.text import DetokenizeRequest, TokenizeRequest
 from inferplane.serving.native import NativeRequest
-from inferplane.serving.request_fields import _nearest
 from inferplane.serving.wire import validate
 from tests.serving.live import Live
 
@@ -340,10 +340,10 @@ def test_too_many_keys_are_not_built():
 
 
 def test_long_names_are_not_kept():
-    before = _nearest.cache_info().currsize
+    before = search.cache_info().currsize
     for i in range(20):
         validate(CompletionRequest, {"prompt": "x", f"{i}" + "y" * 10**6: 1})
-    assert _nearest.cache_info().currsize == before
+    assert search.cache_info().currsize == before
 
 
 # -- gRPC

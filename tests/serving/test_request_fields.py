@@ -299,3 +299,6 @@ def test_a_strict_server_refuses_every_field_without_effect():
                 answer = client.post(path, json={**body, name: 1})
                 assert answer.status_code == 400, (path, name, answer.text)
                 assert name in answer.text
+        for path, body in (("/v1/chat/completions", CHAT), ("/tokenize", {"messages": CHAT["messages"]})):
+            answer = client.post(path, json={**body, "messages": [{"role": "user", "content": "x", "mood": "good"}]})
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages[0].mood"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import inferplane
+from inferplane.dialogue.template import Template
 from inferplane.engine.request.text import Tokenizer
+from inferplane.serving.chat_template.fields import list_unread_keys
 from inferplane.serving.chat_template.template import ChatTemplate
 from inferplane.serving.errors import ApiError
 from inferplane.serving.http.chat import render_messages
@@ -140,3 +143,27 @@ def test_chat_and_tokenize_render_alike(client):
     for path in ("/v1/chat/completions", "/tokenize"):
         sent = {k: v for k, v in body.items() if k != "max_tokens" or "chat" in path}
         assert client.post(path, json=sent).headers["x-inferplane-ignored"] == "chat_template_kwargs.enable_thinking"
+
+
+def test_keys_of_messages_that_the_template_does_not_read_are_named():
+    messages = [{**USER, "mood": "good", "name": "a"}, {**REPLY, "mood": "bad", "x-y": 1}]
+    assert list_unread_keys(messages, Template(PLAIN, {})) == ["messages[0].mood", "messages[1].x-y"]
+    reading = PLAIN + "{{ messages[0].mood }}{{ messages[1]['x-y'] }}"
+    assert list_unread_keys(messages, Template(reading, {})) == []
+    assert list_unread_keys(messages, Template(PLAIN, {}, tool_source=reading)) == []
+    assert list_unread_keys(messages, Template("{{ messages | tojson }}", {})) == []
+    assert list_unread_keys(messages, None) == ["messages[0].mood", "messages[1].x-y"]
+    many = [{**USER, **{f"k{i}x{k}": 1 for k in range(40)}} for i in range(1500)]
+    assert len(list_unread_keys(many, None)) < 200
+
+
+def test_unknown_keys_of_messages_are_named_or_refused(client):
+    body = {"messages": [{**USER, "mood": "good"}]}
+    native = {"messages": body["messages"], "req_id": "1", "max_dec_len": 1}
+    sent = (("/v1/chat/completions", {**body, "max_tokens": 1}), ("/tokenize", body), ("/v1/chat/completions", native))
+    for path, data in sent:
+        assert json.loads(client.post(path, json=data).headers["x-inferplane-ignored"]) == "messages[0].mood"
+        wrong = client.post(path, json={**data, "messages": [{**USER, "nmae": "b"}]})
+        assert wrong.status_code == 400 and "messages[0].nmae" in wrong.text
+        going_on = client.post(path, json={**data, "messages": [USER, {**REPLY, "prefix": True}]})
+        assert going_on.status_code == 400 and "messages[1].prefix" in going_on.text

@@ -13,6 +13,7 @@ from itertools import islice
 from reprlib import Repr
 from typing import Any
 
+from inferplane.dialogue.near_names import find_nearest
 from inferplane.errors import UsageError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -34,6 +35,14 @@ MEDIA = {
 """Type of a part, or key of a message -> what it holds."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of an earlier answer's reasoning. Templates read the first or the second; each gets the text of any."""
+KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "id", "refusal", *REASONING)
+"""The known keys of a message. Others are for the template; one that is near a known key is taken for a typo."""
+CONTINUED = ("prefix", "partial")
+"""Keys by which DeepSeek, Moonshot and Qwen continue an assistant's message; a request has a field for that here."""
+OTHER_ARGUMENTS = ("parameters", "args", "input")
+"""What clients call the arguments of a function; without `arguments` they would be lost."""
+MAX_COMPARED = 256
+"""Most keys of a conversation that are compared with the known ones."""
 _FORM = 'lists of {"role": ..., "content": ...}'
 
 
@@ -87,6 +96,7 @@ def normalize_messages(messages: Any, default_role: str = "") -> list[dict[str, 
         raise MessageError.at("messages", "messages = [].", remedy="pass at least one message")
     roles = {"role": default_role} if default_role else {}
     found = [_normalize({**roles, **message}, i) for i, message in enumerate(messages)]
+    _check_near_names(messages)
     _check_arguments(found)
     return found
 
@@ -96,6 +106,7 @@ def _normalize(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     if len(message) > MAX_KEYS:
         raise MessageError.at(path, f"{path} has {len(message)} keys.", f"messages of at most {MAX_KEYS} keys")
     _check_keys(message, index)
+    _check_unsupported(message, path)
     out: dict[str, Any] = {}
     for key, value in message.items():
         if key == "role":
@@ -105,7 +116,7 @@ def _normalize(message: Mapping[str, Any], index: int) -> dict[str, Any]:
         elif key == "tool_calls":
             calls = _calls(() if value is None else value, f"{path}.tool_calls")
             out.update({key: calls} if calls else {})
-        elif value is not None:
+        elif value is not None and not (key in CONTINUED and value is False):
             out[key] = _other(key, value, path)
     if not out.get("content"):
         out["content"] = None if "tool_calls" in out else _refusal(message)
@@ -126,6 +137,37 @@ def _check_keys(message: Mapping[str, Any], index: int) -> None:
     if message["role"] not in ROLES:
         there = ", ".join(map(repr, ROLES))
         raise MessageError.at(f"{path}.role", f"{path} has the role {short(message['role'])}.", there)
+
+
+def _check_unsupported(message: Mapping[str, Any], path: str) -> None:
+    """Raise MessageError if a key asks for what templates cannot do."""
+    for key in CONTINUED:
+        if message.get(key) is True and message["role"] == "assistant":
+            remedy = "leave it out; chat completions have the field continue_final_message"
+            raise MessageError.at(f"{path}.{key}", f"{path}.{key} is not supported.", remedy=remedy)
+    if message.get("function_call") is not None:
+        where = f"{path}.function_call"
+        raise MessageError.at(where, f"{where} is not supported.", remedy="use tool_calls")
+
+
+def _check_near_names(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise MessageError if a key is near a known one that its message lacks, and therefore probably mistyped."""
+    compared: set[tuple[Any, ...]] = set()
+    for i, message in enumerate(messages):
+        absent = tuple(key for key in KEYS if key not in message)
+        for key in message:
+            if key in KEYS or message[key] is None or not isinstance(key, str) or (key, absent) in compared:
+                continue
+            compared.add((key, absent))
+            if len(compared) > MAX_COMPARED:
+                return
+            if near := find_nearest(key, absent):
+                raise _make_error(f"messages[{i}]", key, near)
+
+
+def _make_error(path: str, key: str, known: str) -> MessageError:
+    where = f"{path}.{key}"
+    return MessageError.at(where, f"{where!r} is no known key.", remedy=f"write {known!r} in place of {key!r}")
 
 
 def _refusal(message: Mapping[str, Any]) -> str:
@@ -200,6 +242,10 @@ def _call(call: Any, path: str) -> dict[str, Any]:
     name, arguments = function.get("name"), function.get("arguments")
     if not name or not isinstance(name, str) or len(name) > MAX_NAME_CHARACTERS:
         raise MessageError.at(f"{path}.function.name", f"{path}.function.name = {short(name)}.", "names of functions")
+    if "arguments" not in function:
+        for key in function:
+            if key in OTHER_ARGUMENTS or (isinstance(key, str) and find_nearest(key, ("arguments",))):
+                raise _make_error(f"{path}.function", key, "arguments")
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         arguments = "{}"
     elif isinstance(arguments, Mapping):

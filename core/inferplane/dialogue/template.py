@@ -17,6 +17,8 @@ from inferplane.errors import UsageError, sentence
 
 Messages = Sequence[Mapping[str, Any]]
 _NO_CONTENT = re.compile(r"content['\"]?\]? is (not )?none")
+_WORD = re.compile(r"\w+")
+_WHOLE = re.compile(r"\bmessages?\s*\|\s*tojson|\bmessage\.(?:items|keys|values)\b|\bmessage\s*\|\s*items")
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 """The only ids of calls that Mistral's templates accept."""
 MAX_DIGITS = 400
@@ -55,6 +57,19 @@ class Template:
     def supports_null_content(self) -> bool:
         """It recognizes an assistant message with only tool calls by the content None, not by an empty text."""
         return _NO_CONTENT.search(self.tool_source or self.source) is not None
+
+    def reads(self, key: str) -> bool:
+        """Whether it names a key of a message, or shows messages whole."""
+        return "" in self._words or key in self._words or (not key.isidentifier() and key in self._text)
+
+    @property
+    def _text(self) -> str:
+        return f"{self.source} {self.tool_source or ''}"
+
+    @cached_property
+    def _words(self) -> frozenset[str]:
+        """The words in it; "" among them if it shows messages whole."""
+        return frozenset((*_WORD.findall(self._text), *([""] if _WHOLE.search(self._text) else ())))
 
     @cached_property
     def _renderer(self) -> Renderer:

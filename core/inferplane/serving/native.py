@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from inferplane.serving.admission import GenerateCall
+from inferplane.serving.chat_template.fields import list_unread_keys
 from inferplane.serving.chat_template.template import render_conversation
 from inferplane.serving.errors import ApiError, invalid
 from inferplane.serving.generation import Generation, Piece
@@ -178,6 +179,7 @@ async def build_call(request: NativeRequest, model: ServedModel, native_text: st
         timeout_s=request.timeout,
         special=special,
         operation="text_completion" if special else "chat",
+        ignored=list_unread_keys(request.messages or (), model.template.facts if model.template is not None else None),
         words={**WORDS, "prompt": word, "max_tokens": limit or "max_dec_len"},
     )
 

@@ -12,16 +12,13 @@ docs/api.md, https://docs.anthropic.com "Messages", transformers' `GenerationCon
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from functools import lru_cache
 from typing import Any, NamedTuple
 
+from inferplane.dialogue.near_names import find_nearest
 from inferplane.serving.errors import invalid
 
 MAX_UNKNOWN = 64
 """Most unknown fields of a request: each is compared with all known names."""
-MAX_TYPO_DISTANCE = 2
-MAX_NAME_CHARACTERS = 100
-"""A longer name is no mistyped one; `_nearest` keeps the names it has seen."""
 
 
 CONSTRAINTS = (
@@ -156,7 +153,7 @@ def check_unknown(
             if not _is_neutral(value, refused[name]):
                 use = f": use {refused[name].instead}" if refused[name].instead else ""
                 raise invalid(f"{at}: Not supported{use}.", at, "unsupported")
-        elif len(name) <= MAX_NAME_CHARACTERS and (near := _nearest(name, (*known, *refused))):
+        elif near := find_nearest(name, (*known, *refused)):
             raise invalid(f"{at!r} is no field of this request. Perhaps {path}{near} was meant.", at, "unsupported")
 
 
@@ -167,33 +164,3 @@ def list_ignored(given: Mapping[str, Any], own: Mapping[str, Refused]) -> list[s
 
 def _is_neutral(value: Any, field: Refused) -> bool:
     return any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in field.neutral)
-
-
-@lru_cache(maxsize=1024)
-def _nearest(name: str, known: tuple[str, ...]) -> str:
-    """Return the known name that a name is mistyped from; "" if there is none. Case and underscores do not count.
-
-    Short names have more neighbours: less than half of a name may differ.
-    """
-    plain, found = _fold(name), []
-    for k in known:
-        folded = _fold(k)
-        if abs(len(plain) - len(folded)) <= MAX_TYPO_DISTANCE:
-            distance = _distance(plain, folded)
-            if distance <= MAX_TYPO_DISTANCE and 2 * distance < len(k):
-                found.append((distance, _distance(name, k), k))
-    return min(found)[2] if found else ""
-
-
-def _fold(name: str) -> str:
-    return name.lower().replace("_", "").replace("-", "")
-
-
-def _distance(a: str, b: str) -> int:
-    """Return Levenshtein's distance: the fewest characters to insert, delete or replace."""
-    row = list(range(len(b) + 1))
-    for i, x in enumerate(a, 1):
-        before, row[0] = row[0], i
-        for j, y in enumerate(b, 1):
-            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (x != y))
-    return row[-1]

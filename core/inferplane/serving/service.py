@@ -320,8 +320,9 @@ class Service:
             ApiError: 400, the setting `strict_fields` refuses unknown fields.
         """
         names = unknown_fields(request)
-        if names and self.settings.strict_fields:
-            raise invalid(f"{names[0][:100]!r} is no field of this request.", names[0][:100], "unsupported")
+        unread = [*names, *(name for name in more if name.startswith("messages["))]
+        if unread and self.settings.strict_fields:
+            raise invalid(f"{unread[0][:100]!r} is no field of this request.", unread[0][:100], "unsupported")
         for name in (*names, *more):
             self.counters.add(IGNORED_FIELDS, name)
         return [*names, *more]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -161,3 +162,57 @@ def test_llm_chat_gets_the_same(monkeypatch):
             with pytest.raises(UsageError) as refused:
                 chat(llm, messages)
             assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "known"),
+    [
+        ({"role": "assistant", "content": "x", "tool_cals": [CALL]}, "tool_cals", "tool_calls"),
+        ({"role": "assistant", "content": "x", "toolCalls": [CALL]}, "toolCalls", "tool_calls"),
+        ({"role": "user", "content": "x", "nmae": "bob"}, "nmae", "name"),
+        ({"role": "user", "content": "x", "Name": "bob"}, "Name", "name"),
+        ({"role": "assistant", "tool_calls": [CALL], "conten": "x"}, "conten", "content"),
+        ({"role": "tool", "content": "x", "tool_cal_id": "1"}, "tool_cal_id", "tool_call_id"),
+        ({"role": "assistant", "content": "x", "reasoning_contnet": "y"}, "reasoning_contnet", "reasoning_content"),
+    ],
+)
+def test_a_mistyped_key_is_refused_with_the_known_one(message, param, known):
+    with pytest.raises(MessageError) as caught:
+        normalize_messages([*user("x"), message])
+    assert caught.value.param == f"messages[1].{param}" and repr(known) in caught.value.remedy
+    assert normalize_messages([*user("x"), {**message, param: None}])
+
+
+@pytest.mark.parametrize("key", ["argumets", "Arguments", "parameters", "args", "input"])
+def test_arguments_of_a_call_under_another_name_are_refused(key):
+    with pytest.raises(MessageError) as caught:
+        normalize_messages(called(**{key: "{}"}))
+    assert caught.value.param == f"messages[0].tool_calls[0].function.{key}"
+    assert "'arguments'" in caught.value.remedy
+    assert normalize_messages(called(**{key: "{}", "arguments": "{}"}))
+
+
+@pytest.mark.parametrize("key", ["prefix", "partial"])
+def test_a_message_that_is_to_be_continued_is_refused_by_name(key):
+    reply = {"role": "assistant", "content": "x"}
+    with pytest.raises(MessageError, match=rf"{key} is not supported.*continue_final_message") as caught:
+        normalize_messages([*user("x"), {**reply, key: True}])
+    assert caught.value.param == f"messages[1].{key}"
+    assert normalize_messages([*user("x"), {**reply, key: False}]) == [*user("x"), reply]
+
+
+def test_a_function_call_is_refused():
+    with pytest.raises(MessageError, match=r"function_call is not supported.*tool_calls"):
+        normalize_messages([{"role": "assistant", "content": "x", "function_call": {"name": "f", "arguments": "{}"}}])
+
+
+@pytest.mark.parametrize("key", ["context", "contents", "usage", "date", "time", "cache_control", "x", "weight", "id_"])
+def test_other_keys_are_for_the_template(key):
+    assert normalize_messages([{"role": "user", "content": "x", key: "y"}])[0][key] == "y"
+
+
+def test_mistyped_keys_cost_little_time():
+    messages = [{"role": "user", "content": "x", **{f"k{i}x{k}": 1 for k in range(40)}} for i in range(1500)]
+    begun = time.process_time()
+    normalize_messages(messages)
+    assert time.process_time() - begun < 5

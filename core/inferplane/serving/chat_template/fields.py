@@ -12,8 +12,10 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
+from inferplane.dialogue.messages import KEYS
 from inferplane.dialogue.template import Template
 from inferplane.serving.errors import invalid
+from inferplane.serving.request_fields import MAX_UNKNOWN
 from inferplane.serving.wire import AtMost, RequestBody
 
 MAX_VARIABLES, MAX_DOCUMENTS = 64, 1024
@@ -103,3 +105,25 @@ def _is_read(template: Template | None, name: str) -> bool:
     """Return whether a template names a variable."""
     sources = "" if template is None else f"{template.source} {template.tool_source or ''}"
     return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", sources) is not None
+
+
+def list_unread_keys(messages: Sequence[Mapping[str, Any]], template: Template | None) -> list[str]:
+    """Return the paths of keys of messages, one for each key, that are unknown and that the template does not read.
+
+    Args:
+        messages: of `normalize_messages`.
+        template: the model's.
+    """
+    found: dict[str, str] = {}
+    read: set[str] = set(KEYS)
+    for i, message in enumerate(messages):
+        for key in message:
+            if key in read or key in found:
+                continue
+            if template is not None and template.reads(key):
+                read.add(key)
+            else:
+                found[key] = f"messages[{i}].{key}"
+        if len(found) > MAX_UNKNOWN:
+            break
+    return list(found.values())

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from inferplane.serving.admission import GenerateCall
-from inferplane.serving.chat_template.fields import TemplateVariables
+from inferplane.serving.chat_template.fields import TemplateVariables, list_unread_keys
 from inferplane.serving.chat_template.template import render_conversation
 from inferplane.serving.errors import invalid
 from inferplane.serving.generation import Generation, Piece
@@ -67,7 +67,8 @@ async def build_call(request: ChatRequest, model: ServedModel, plan: ToolPlan) -
             raise invalid(f"{name} and a tool_choice that demands a call exclude each other.", name)
         sampling["json_schema"], words["json_schema"] = plan.schema(), "tools"
         ignored = [f"tools.{keyword}" for keyword in plan.not_enforced]
-    variables = request.template_variables(model.template.facts if model.template is not None else None)
+    template = model.template.facts if model.template is not None else None
+    variables = request.template_variables(template)
     tools = request.tools if plan.mode != "none" else None
     text = await render_messages(request.messages, tools, model, variables)
     return GenerateCall(
@@ -80,7 +81,7 @@ async def build_call(request: ChatRequest, model: ServedModel, plan: ToolPlan) -
         operation="chat",
         model=request.model or "",
         words=words,
-        ignored=[*ignored, *variables.ignored],
+        ignored=[*ignored, *variables.ignored, *list_unread_keys(request.messages, template)],
     )
 
 

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from inferplane.errors import UsageError
 from inferplane.serving import native
 from inferplane.serving.admission import Deadline
-from inferplane.serving.chat_template.fields import TemplateFields
+from inferplane.serving.chat_template.fields import TemplateFields, list_unread_keys
 from inferplane.serving.errors import invalid
 from inferplane.serving.http.chat import render_messages
 from inferplane.serving.http.chat_wire import MAX_TOOLS, ConversationRequest, Tool
@@ -133,9 +133,11 @@ async def _tokenize(service: Service, body: bytes) -> Response:
         raise invalid("One of prompt and messages is required.", "prompt", "missing_required_parameter")
     ignored: Sequence[str] = ()
     if request.messages is not None:
-        variables = request.template_variables(model.template.facts if model.template is not None else None)
+        template = model.template.facts if model.template is not None else None
+        variables = request.template_variables(template)
         text = await render_messages(request.messages, request.tools, model, variables)
-        special, ignored = bool(request.add_special_tokens), variables.ignored
+        special = bool(request.add_special_tokens)
+        ignored = [*variables.ignored, *list_unread_keys(request.messages, template)]
     else:
         text, special = request.prompt or "", request.add_special_tokens is not False
     ids = await service.encode(text, special=special)
