@@ -42,8 +42,9 @@ def served(work: Callable[[AsyncLLM], Coroutine[Any, Any, None]], **options: Any
     asyncio.run(run())
 
 
-async def running(llm: AsyncLLM, count: int) -> None:
-    while (await llm.stats())["num_requests_running"] < count:
+async def running(llm: AsyncLLM, *tasks: asyncio.Future[Any]) -> None:
+    """Wait until these requests run. A busy machine may look only when one has ended already."""
+    while (await llm.stats())["num_requests_running"] < len(tasks) and not any(task.done() for task in tasks):
         await asyncio.sleep(0.005)
 
 
@@ -88,7 +89,7 @@ def test_streams_equal_those_of_a_thread_and_nothing_stays() -> None:
             break
         await stream.aclose()
         mine = asyncio.create_task(collect(llm.generate(PROMPTS[1], LONG, "mine")))
-        await running(llm, 1)
+        await running(llm, mine)
         with pytest.raises(UsageError, match="alive"):
             await collect(llm.generate([1], request_id="mine"))
         llm.abort("mine")
@@ -105,7 +106,7 @@ def test_other_callers_share_the_engine_and_leave_alone() -> None:
         assert other.info == llm.info
         one = asyncio.create_task(collect(llm.generate(PROMPTS[0], LONG, "same id")))
         two = asyncio.create_task(collect(other.generate(PROMPTS[1], LONG, "same id")))
-        await running(llm, 2)
+        await running(llm, one, two)
         await other.shutdown()
         assert (await two)[1] == ["abort"]
         with socket.socket(socket.AF_UNIX) as rude:  # says what is no message
@@ -127,7 +128,7 @@ def test_other_callers_share_the_engine_and_leave_alone() -> None:
 def test_a_killed_process_ends_every_stream_with_the_reason() -> None:
     async def work(llm: AsyncLLM) -> None:
         tasks = [asyncio.create_task(collect(llm.generate(p, LONG))) for p in PROMPTS[:2]]
-        await running(llm, 2)
+        await running(llm, *tasks)
         os.kill(pid(llm), signal.SIGKILL)
         assert [(await t)[1] for t in tasks] == [["error"], ["error"]]
         with pytest.raises(EngineError, match="SIGKILL"):
@@ -144,7 +145,7 @@ def test_a_killed_process_ends_every_stream_with_the_reason() -> None:
 def test_a_stopped_process_is_not_healthy_and_does_not_keep_us() -> None:
     async def work(llm: AsyncLLM) -> None:
         task = asyncio.create_task(collect(llm.generate(PROMPTS[0], LONG)))
-        await running(llm, 1)
+        await running(llm, task)
         os.kill(pid(llm), signal.SIGSTOP)
         assert not (await llm.health(0.2)).alive
         await llm.shutdown(kill_s=0.5)
@@ -158,7 +159,7 @@ def test_a_stopped_process_is_not_healthy_and_does_not_keep_us() -> None:
 def test_shutdown_lets_live_requests_run_to_their_end() -> None:
     async def work(llm: AsyncLLM) -> None:
         task = asyncio.create_task(collect(llm.generate(PROMPTS[0], SamplingParams(max_tokens=100, temperature=0))))
-        await running(llm, 1)
+        await running(llm, task)
         await llm.shutdown(drain_s=60)
         tokens, reasons = await task
         assert len(tokens) == 100 and reasons == ["length"]
@@ -235,7 +236,7 @@ def test_a_request_that_cannot_be_read_costs_nobody_else() -> None:
 
     async def work(llm: AsyncLLM) -> None:
         other = asyncio.ensure_future(collect(llm.generate(PROMPTS[0], LONG)))
-        await running(llm, 1)
+        await running(llm, other)
         params = SamplingParams(max_tokens=3)
         object.__setattr__(params, "ignore_eos", 1)
         with pytest.raises(UsageError, match=r"cannot read a request.*bool"):
