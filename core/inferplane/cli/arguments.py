@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from inferplane.engine.clients.options import ALL_OPTIONS, SpeculativeOptions, flags, help_text
+from inferplane.engine.clients.options import ALL_OPTIONS, SpeculativeOptions, check_quantization, flags, help_text
 from inferplane.engine.clients.other_engines import advice, as_flag
 from inferplane.errors import UsageError
 
@@ -22,6 +22,8 @@ PROGRAM = "inferplane"
 AUTO = "auto"
 MOST_COLUMNS = 100
 DRAFTS = 3
+LEAST_LIKENESS, ALMOST_EQUAL = 0.7, 0.85
+"""Of an unknown option and the one that is suggested, without their dashes: `--task` is not `--tls-key`."""
 BINDING = ("dtype", "kv_cache_dtype", "quantization", "max_model_len")
 """Options of the engine that decide which kernels are bound, beside the device and pins."""
 # `inferplane.plugins` knows both, but importing it imports torch.
@@ -100,7 +102,7 @@ class Parser(argparse.ArgumentParser):
         known = [name for name in self._option_string_actions if name.startswith("--")]
         options = [word.partition("=")[0] for word in rest if word.startswith("-") and not word[1:2].isdigit()]
         elsewhere = [found for word in options if (found := advice(word, as_flag))]
-        close = [match for word in options for match in difflib.get_close_matches(word, known, n=1)]
+        close = [near for word in options if (near := _find_near(word, known))]
         if options:
             what = f"option{'s' * (len(options) > 1)} {' and '.join(map(repr, options))}"
         else:
@@ -109,6 +111,24 @@ class Parser(argparse.ArgumentParser):
         perhaps = f"perhaps {' and '.join(close)} {'were' if close[1:] else 'was'} meant"
         remedy = "; ".join(elsewhere) or (perhaps if close else f"see `{self.prog} --help`")
         return UsageError(f"{self.prog} has no {what}.", remedy=remedy)
+
+
+def _find_near(word: str, known: Sequence[str]) -> str:
+    """The option that an unknown one resembles: one of almost the same letters, else the only one that has all of its
+    words in their order (`--max-len` is short for `--max-model-len`), else one of similar letters; "" if there is none.
+    """
+    plain, names = word.lstrip("-"), [name[2:] for name in known]
+    parts = plain.split("-")
+    longer = [name for name in names if parts[1:] and _has_words(name.split("-"), parts)]
+    close = difflib.get_close_matches(plain, names, n=1, cutoff=ALMOST_EQUAL)
+    if not close:
+        close = longer if len(longer) == 1 else difflib.get_close_matches(plain, names, n=1, cutoff=LEAST_LIKENESS)
+    return f"--{close[0]}" if close else ""
+
+
+def _has_words(words: Iterable[str], requested: Sequence[str]) -> bool:
+    rest = iter(words)
+    return all(word in rest for word in requested)
 
 
 def device_words() -> list[str]:
@@ -217,6 +237,7 @@ def binding_options(args: argparse.Namespace, **more: Any) -> RunnerOptions:
     """The words of `add_binding` for a plan without weights; `more` are further fields."""
     from inferplane.engine import RunnerOptions
 
+    check_quantization(args.quantization)
     return RunnerOptions(**{name: getattr(args, name) for name in (*BINDING, "strict")}, ops=pins(args.ops), **more)
 
 

@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from inferplane.engine.clients.options import quantization_remedy
 from inferplane.engine.clients.other_engines import advice
 from inferplane.errors import UsageError
 from inferplane.serving import source_names
@@ -153,7 +154,9 @@ def _convert(field: Field[Any], value: Any, origin: str) -> Any:
         raise _error(field, value, origin, _describe_expected(field, kind))
     choices = field.metadata.get("choices")
     if choices and out not in choices:
-        raise _error(field, value, origin, ", ".join(choices))
+        unknown = _error(field, value, origin, ", ".join(choices))
+        unknown.remedy = quantization_remedy(out) if field.name == "quantization" else ""
+        raise unknown
     return out
 
 

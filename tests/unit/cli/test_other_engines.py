@@ -44,6 +44,16 @@ from inferplane.serving.settings import FIELDS
         ),
         (("serve", "--quantize", "awq", "--ssl-keyfile", "x"), "; vLLM's --ssl-keyfile is --tls-key here"),
         (("generate", "--max-modle-len", "3"), "perhaps --max-model-len was meant"),
+        (("serve", "--max-len", "9"), "perhaps --max-model-len was meant"),
+        (("serve", "--prot", "9"), "perhaps --port was meant"),
+        (("serve", "--task", "embed"), "vLLM's --task has no counterpart here: the checkpoint decides"),
+        (("serve", "--rope-scaling", "{}"), "vLLM's --rope-scaling has no counterpart here: change the checkpoint's"),
+        (("serve", "--hf-overrides", "{}"), "vLLM's --hf-overrides has no counterpart here: change the checkpoint's"),
+        (("serve", "--root-path", "/x"), "vLLM's --root-path has no counterpart here: the proxy in front"),
+        (("serve", "--mmproj", "x"), "llama.cpp's --mmproj has no counterpart here: images are not supported"),
+        (("serve", "--seed", "1"), "vLLM's --seed is the field seed of requests here (a parameter of each request)"),
+        (("serve", "--tasks", "x"), "see `inferplane serve --help`"),
+        (("serve", "--zebra-crossing", "x"), "see `inferplane serve --help`"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
 )
@@ -99,3 +109,29 @@ def test_a_row_names_what_there_is(option):
 def test_no_row_is_written_twice():
     named = [(option.engine, name) for option in OTHER_OPTIONS for name in option.names]
     assert len(named) == len(set(named))
+
+
+@pytest.mark.parametrize(
+    ("word", "remedy"),
+    [
+        ("awq", "leave quantization out: a checkpoint in awq is read as it is"),
+        ("gptq", "leave quantization out: a checkpoint in gptq is read as it is"),
+        ("fp8", "leave quantization out: a checkpoint in fp8 is read as it is"),
+        ("compressed-tensors", "leave quantization out: a checkpoint in compressed-tensors is read as it is"),
+        ("awq_marlin", "leave quantization out: a checkpoint in awq_marlin is read as it is"),
+        ("int8", "perhaps weight_only_int8 was meant"),
+        ("int4", "perhaps weight_only_int4 was meant"),
+        ("w8a8", "perhaps a8w8 was meant"),
+        ("weight_only_int", "perhaps weight_only_int8 was meant"),
+        ("zebra", ""),
+    ],
+)
+def test_quantizations_of_other_engines_have_a_remedy(cli, word, remedy):
+    with pytest.raises(UsageError, match="quantization = ") as caught:
+        LLM("demo", quantization=word)
+    assert caught.value.remedy == remedy and "weight_only_int8" in caught.value.there_is
+    with pytest.raises(UsageError, match="quantization = ") as caught:
+        resolve({"quantization": word}, {})
+    assert caught.value.remedy == remedy
+    code, _, err = cli("explain", "--quantization", word)
+    assert code == WRONG_USAGE and remedy.replace("leave quantization", "").strip() in " ".join(err.split())

@@ -206,7 +206,7 @@ def test_a_function_call_is_refused():
         normalize_messages([{"role": "assistant", "content": "x", "function_call": {"name": "f", "arguments": "{}"}}])
 
 
-@pytest.mark.parametrize("key", ["context", "contents", "usage", "date", "time", "cache_control", "x", "weight", "id_"])
+@pytest.mark.parametrize("key", ["context", "contents", "usage", "date", "time", "cache_control", "x", "weight"])
 def test_other_keys_are_for_the_template(key):
     assert normalize_messages([{"role": "user", "content": "x", key: "y"}])[0][key] == "y"
 

@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from inferplane.engine.clients.other_engines import advice
@@ -48,6 +49,14 @@ ALIASES = {
 }
 """Other name of a flag or of a setting -> its name. They work everywhere; help does not show them."""
 QUANTIZATIONS = ("weight_only_int8", "weight_only_int4", "a8w8", "a8w8_fp8_wint4")
+STORED_FORMATS = ("awq", "gptq", "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "mxfp4", "gguf")
+"""Formats of checkpoints, which other engines have an option for."""
+SIMILAR = {
+    **dict.fromkeys(("int8", "w8a16", "wint8", "8bit"), "weight_only_int8"),
+    **dict.fromkeys(("int4", "w4a16", "wint4", "4bit"), "weight_only_int4"),
+    "w8a8": "a8w8",
+}
+"""Another engine's name of a quantization on load -> the name here."""
 MAX_BYTES = 2**63 - 1
 """Largest number of bytes; sizes have 64 bits."""
 
@@ -61,6 +70,24 @@ def _option(default: Any, metavar: str | None = None, **checks: Any) -> Any:
 
 def _name(default: str, metavar: str, form: str = "a name") -> Any:
     return _option(default, metavar, types=str, form=form)
+
+
+def quantization_remedy(value: Any) -> str:
+    """What to pass in place of a value of `quantization` that is unknown; "" for one that resembles nothing."""
+    word = value.lower() if isinstance(value, str) else ""
+    stored = word.replace("_", "-").removesuffix("-marlin")
+    if stored in (name.replace("_", "-") for name in STORED_FORMATS):
+        return f"leave quantization out: a checkpoint in {value} is read as it is"
+    close = get_close_matches(word, QUANTIZATIONS, n=1)
+    found = SIMILAR.get(word) or (close[0] if close else "")
+    return f"perhaps {found} was meant" if found else ""
+
+
+def check_quantization(value: Any) -> None:
+    """Raise UsageError for a value of `quantization` that is neither None nor one of `QUANTIZATIONS`."""
+    if value is not None and value not in QUANTIZATIONS:
+        there_is = f"None, {', '.join(map(repr, QUANTIZATIONS))}"
+        raise UsageError(f"quantization = {value!r:.80}.", there_is=there_is, remedy=quantization_remedy(value))
 
 
 @dataclass(frozen=True)
@@ -140,6 +167,7 @@ class EngineOptions:
                 as_bool(name, value)
             if "types" in checks and not isinstance(value, checks["types"]):
                 raise UsageError(f"{name} = {value!r}.", there_is=checks["form"])
+        check_quantization(self.quantization)
         torch = sys.modules.get("torch")  # a caller with one of its dtypes has imported it
         if not isinstance(self.dtype, str) and (torch is None or not isinstance(self.dtype, torch.dtype)):
             raise UsageError(f"dtype = {self.dtype!r}.", there_is=OPTIONS["dtype"].metadata["form"])
