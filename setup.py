@@ -125,7 +125,7 @@ def _run(command: list[str]) -> str:
     except FileNotFoundError:
         raise RuntimeError(f"there is no C++ compiler called {command[0]!r}; install one, or name it in CXX") from None
     if done.returncode:
-        lines = (done.stderr or done.stdout).splitlines() or [f"exit status {done.returncode}"]
+        lines = done.stderr.splitlines() or [f"exit status {done.returncode}"]
         raise RuntimeError(f"{command[0]} failed: {next((x for x in lines if 'error' in x), lines[0]).strip()}")
     if done.stderr:
         print(done.stderr)

@@ -23,8 +23,8 @@ from inferplane.types import Shard
 SHARD_BYTES = 4 * 2**30
 """Most bytes of a safetensors file, but for a single larger tensor; all of them are in memory while it is written."""
 _STACK = re.compile(r"(.*\.experts)\.\d+\.(gate_up_proj|down_proj)\.(weight|bias)")
-_STACKED = "GptOssForCausalLM"
-"""The architecture whose experts are published as one tensor a layer, inputs before outputs."""
+_STACKED = "gpt-oss"
+"""The architecture, as GGUF names it, whose experts are published as one tensor a layer, inputs before outputs."""
 Progress = Callable[[int, int], None]
 
 
@@ -55,7 +55,8 @@ def convert(file: Path, folder: Path, dtype: torch.dtype | None = None, progress
             made = Path(parent) / folder.name
             shutil.copytree(derived, made)
             (made / "config.json").write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
-            _write_tensors(source, made, dtype, progress, stacked=entries["architectures"][0] == _STACKED)
+            is_stacked = model.header.metadata.get("general.architecture") == _STACKED
+            _write_tensors(source, made, dtype, progress, stacked=is_stacked)
             made.rename(folder)
     except OSError as error:
         raise UsageError(

@@ -157,8 +157,12 @@ def test_a_model_without_attention_has_blocks_of_no_bytes():
 
 def test_states_that_do_not_fit_are_reported(monkeypatch):
     runner = planned(LFM2, dtype="float32", max_num_seqs=4)
-    free = type("Memory", (), {"free_bytes": 4 * runner.count_state_bytes() - 1})
-    monkeypatch.setattr(type(runner.backend), "memory", lambda self: free)
+    free = [2**30, 4 * runner.count_state_bytes() - 1]  # before the weights are there, and behind them
+    monkeypatch.setattr(
+        type(runner.backend),
+        "memory",
+        lambda self: type("Memory", (), {"free_bytes": free.pop(0) if len(free) > 1 else free[0]}),
+    )
     with pytest.raises(CapacityError, match=r"The states of 4 sequences take 8192 bytes.*8191 bytes") as caught:
         LLM(LFM2, **OPTIONS)
     assert "lower max_num_seqs: each sequence takes 2048 bytes" in caught.value.remedy
