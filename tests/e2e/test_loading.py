@@ -336,7 +336,12 @@ def test_configs_that_are_none(copy):
     [
         ({"architectures": ..., "model_type": "x"}, UnsupportedModelError, "names no architecture"),
         ({"architectures": None, "model_type": ...}, UnsupportedModelError, "names no architecture"),
-        ({"architectures": ["FooForCausalLM"]}, UnsupportedModelError, "architectures, among them"),
+        (
+            {"architectures": ["FooForCausalLM"], "model_type": "foo"},
+            UnsupportedModelError,
+            "architectures, among them",
+        ),
+        ({"architectures": ["FooForCausalLM"]}, None, "FooForCausalLM"),
         ({"hidden_act": "gelu"}, UnsupportedModelError, "hidden_act = 'gelu'"),
         ({"mlp_bias": True}, CheckpointError, "lacks 6 tensor"),
         ({"hidden_size": ...}, CheckpointError, "lacks 'hidden_size'"),
