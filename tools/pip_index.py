@@ -20,7 +20,10 @@ TIMEOUT_S = 8
 
 def main() -> None:
     """Print pip's arguments, or nothing."""
-    if sys.platform != "linux" or any(map(os.path.exists, NVIDIA)) or has_own_index():
+    if sys.platform != "linux" or any(map(os.path.exists, NVIDIA)):
+        return
+    if has_own_index():
+        say("your pip has indexes of its own: torch comes from them; one with CUDA has several gigabytes")
         return
     if not is_reachable(f"{CPU_INDEX}/torch/"):
         say(f"{CPU_INDEX} cannot be reached: taking PyPI's torch, which brings CUDA libraries")

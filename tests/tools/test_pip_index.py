@@ -25,7 +25,7 @@ def plain(monkeypatch):
     [
         ("NVIDIA", ("/no/such/device",), CPU, "no NVIDIA GPU is here"),
         ("NVIDIA", ("/no/such/device", "/dev/null"), "", ""),
-        ("has_own_index", lambda: True, "", ""),
+        ("has_own_index", lambda: True, "", "indexes of its own"),
         ("is_reachable", lambda url: False, "", "cannot be reached: taking PyPI's torch"),
     ],
 )

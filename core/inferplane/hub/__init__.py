@@ -8,9 +8,11 @@ from inferplane.hub.lookup import fetch, fetch_headers, find, locate
 from inferplane.hub.names import FORMS, ModelName, near_short_names, parse_name
 from inferplane.hub.progress import DownloadProgress, report_on_stderr
 from inferplane.hub.settings import HubSettings, forbid_downloads
+from inferplane.hub.short_names import SHIPPED_NAMES
 
 __all__ = [
     "FORMS",
+    "SHIPPED_NAMES",
     "DownloadProgress",
     "HubSettings",
     "Location",

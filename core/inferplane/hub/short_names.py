@@ -17,7 +17,7 @@ _MODEL = re.compile(
     r"(?:(?:hf|huggingface|ms|modelscope):(?://)?)?[\w.-]+/[\w.-]+(?:@[^:@\s]+)?(?::\S+)?|pypi:[\w.-]+(?:==[\w.!+]+)?",
     re.ASCII,
 )
-_TAKEN = ("demo", "demo-draft", "demo-eagle")
+SHIPPED_NAMES = ("demo", "demo-draft", "demo-eagle")
 """Models that ship with Inferplane."""
 _FIELDS = ("model", "license", "size")
 
@@ -109,7 +109,7 @@ def _entry(name: str, value: Any, path: Path) -> ShortName:
     model = fields.get("model")
     if not isinstance(model, str) or _MODEL.fullmatch(model) is None:
         raise UsageError(f"{path}: {name!r} names no model.", there_is="names as hf:org/name, org/name or ms:org/name")
-    if name.lower() in _TAKEN:
+    if name.lower() in SHIPPED_NAMES:
         raise UsageError(f"{path}: {name!r} is a model that ships with Inferplane.", remedy="choose another name")
     if _NAME.fullmatch(name.lower()) is None:
         raise UsageError(f"{path}: {name!r} is no short name.", there_is="letters, digits, dots, dashes, one colon")

@@ -10,10 +10,10 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from inferplane.cli.arguments import Parser, add_examples, add_json
+from inferplane.cli.arguments import PROGRAM, Parser, add_examples, add_json
 from inferplane.cli.screen import Screen
 from inferplane.errors import CheckpointError, UnsupportedModelError, UsageError
-from inferplane.hub import FORMS, HubSettings, ModelName, fetch, near_short_names, parse_name
+from inferplane.hub import FORMS, SHIPPED_NAMES, HubSettings, ModelName, fetch, near_short_names, parse_name
 
 SCHEMA = 1
 
@@ -41,6 +41,11 @@ def as_name(text: str) -> ModelName:
     """
     name = parse_name(text)
     if name is None:
+        if text in SHIPPED_NAMES:
+            raise UsageError(
+                f"{text!r} ships with Inferplane: there is nothing to fetch, show or remove.",
+                remedy=f"use it: {PROGRAM} chat {SHIPPED_NAMES[0]}",
+            )
         near = near_short_names(text)
         remedy = f"perhaps {near[0]} was meant" if near else "see `inferplane list --names`"
         raise UsageError(f"{text!r} is no name of a model.", there_is=FORMS, remedy=remedy)
