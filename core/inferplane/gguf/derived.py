@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from inferplane.errors import UsageError
+from inferplane.gguf.tokenizer import write_tokenizer
 
 FORMAT = 1
 """Raised when another content is derived from the same file."""
 VOCABULARY = "tokenizer.ggml.model"
 NONE = "none"
 """The vocabulary of files without one: their models run on token ids."""
-TOKENIZER = "inferplane.gguf.tokenizer"
 
 
 def cache_folder() -> Path:
@@ -67,8 +65,8 @@ def derive(path: Path, metadata: Mapping[str, Any], config: Mapping[str, Any]) -
 def _write(folder: Path, metadata: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     """Write the files of a folder."""
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    if metadata.get(VOCABULARY, NONE) != NONE and find_spec(TOKENIZER) is not None:
-        importlib.import_module(TOKENIZER).write_tokenizer(metadata, folder)
+    if metadata.get(VOCABULARY, NONE) != NONE:
+        write_tokenizer(metadata, folder)
 
 
 def _unwritable(folder: Path, error: OSError) -> UsageError:

@@ -167,7 +167,7 @@ class GGUFSource:
         a, b = self._entries[one], self._entries[other]
         if a == b:
             return True
-        return a.shape == b.shape and torch.equal(self._whole(a), self._whole(b))
+        return a.shape == b.shape and torch.equal(self._read_values(a), self._read_values(b))
 
     def main_dtype(self) -> torch.dtype | None:
         """The dtype in which most bytes of the unquantized tensors are stored; None if there is none."""
@@ -186,7 +186,7 @@ class GGUFSource:
         shape = entry.shape
         first, last = (0, shape[0]) if shard.is_whole else shard.bounds(shape[shard.axis])
         if entry.join == "kv_b" or len(shape) == 1:
-            values = self._whole(entry)
+            values = self._read_values(entry)
             out.copy_(values if shard.is_whole else values.narrow(shard.axis, first, last - first))
             return
         by_rows = shard.is_whole or shard.axis == 0
@@ -199,11 +199,11 @@ class GGUFSource:
             part = values if by_rows else values.narrow(shard.axis, first, last - first)
             out[row - rows.start : row - rows.start + n].copy_(part)
 
-    def _whole(self, entry: GGUFEntry) -> torch.Tensor:
+    def _read_values(self, entry: GGUFEntry) -> torch.Tensor:
         """All values of a tensor."""
         if entry.order and len(entry.shape) == 1:
             plain = replace(entry, order=())
-            return self._whole(plain)[list(entry.order)]
+            return self._read_values(plain)[list(entry.order)]
         if entry.join != "kv_b" and (len(entry.shape) > 1 or not entry.interleaved):
             return self._values(entry, 0, math.prod(entry.shape[:-1])).reshape(entry.shape)
         if entry.join != "kv_b":  # a bias, whose entries are in the order of its matrix's rows
