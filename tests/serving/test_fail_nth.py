@@ -30,8 +30,9 @@ from inferplane.engine.sampling.sampler import Sampler
 from inferplane.engine.schedule.scheduler import Scheduler
 from inferplane.kvcache import BlockAllocator
 from inferplane.serving import logs, native
+from inferplane.serving.chat.rendering import ChatRendering
 from inferplane.serving.generation import Generation
-from inferplane.serving.http import chat, completions
+from inferplane.serving.http import completions
 from inferplane.serving.model import ServedModel
 from inferplane.serving.service import Service
 from tests.serving.faults import Fault, Small, failing, run
@@ -66,8 +67,8 @@ SEAMS: dict[str, tuple[Any, str]] = {
     "piece": (Generation, "_receive"),
     "completion's piece": (completions.CompletionRendering, "piece"),
     "completion's whole": (completions.CompletionRendering, "full_response"),
-    "chat's piece": (chat.ChatRendering, "piece"),
-    "chat's end": (chat.ChatRendering, "closing"),
+    "chat's piece": (ChatRendering, "piece"),
+    "chat's end": (ChatRendering, "closing"),
     "native piece": (native.NativeRendering, "piece"),
     "log": (logs.JsonLines, "format"),
     "socket": (Small, "written"),

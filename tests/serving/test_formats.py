@@ -11,11 +11,11 @@ import llguidance
 import pytest
 
 from inferplane.engine.sampling.grammars import JSON_OPTIONS
+from inferplane.serving.chat.request import ChatRequest
+from inferplane.serving.chat.tools import ToolPlan, ToolReader, parse_calls
 from inferplane.serving.errors import ApiError
-from inferplane.serving.http.chat_wire import ChatRequest
 from inferplane.serving.http.completions import CompletionRequest
 from inferplane.serving.http.embeddings import EmbeddingRequest
-from inferplane.serving.http.tools import ToolPlan, ToolReader, parse_calls
 from inferplane.serving.model import ServedModel
 from inferplane.serving.native import NativeRequest, is_native
 from inferplane.serving.rendering import Frames, encode_event

@@ -10,10 +10,10 @@ import llguidance
 import pytest
 
 from inferplane.engine.sampling.grammars import JSON_OPTIONS
+from inferplane.serving.chat.call import plan_tools
+from inferplane.serving.chat.request import ChatRequest
+from inferplane.serving.constraints.schemas import FORMATS, NOT_ENFORCED, arguments_schema, relax
 from inferplane.serving.errors import ApiError
-from inferplane.serving.http.chat import plan_tools
-from inferplane.serving.http.chat_wire import ChatRequest
-from inferplane.serving.http.schemas import FORMATS, NOT_ENFORCED, arguments_schema, relax
 from inferplane.serving.wire import validate
 
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"

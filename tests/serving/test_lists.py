@@ -23,10 +23,10 @@ from inferplane.dialogue.messages import MessageError, normalize_messages
 from inferplane.dialogue.near_names import search
 from inferplane.dialogue.template import Template, forms
 from inferplane.serving.bodies import LARGE_BYTES, MAX_CONTAINERS, MAX_KEYS, BodyMemory, object_bytes, parse_json
+from inferplane.serving.chat.request import ChatRequest
 from inferplane.serving.errors import ApiError
 from inferplane.serving.grpc import schema, tensors
 from inferplane.serving.grpc.requests import parse_infer_request
-from inferplane.serving.http.chat_wire import ChatRequest
 from inferplane.serving.http.completions import CompletionRequest
 from inferplane.serving.http.embeddings import EmbeddingRequest
 from inferplane.serving.http.text import DetokenizeRequest, TokenizeRequest

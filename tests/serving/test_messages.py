@@ -10,10 +10,10 @@ import pytest
 
 from inferplane.dialogue.messages import normalize_messages
 from inferplane.errors import UsageError
+from inferplane.serving.chat.call import render_messages
+from inferplane.serving.chat.request import ChatRequest
 from inferplane.serving.chat_template.template import ChatTemplate
 from inferplane.serving.errors import ApiError
-from inferplane.serving.http.chat import render_messages
-from inferplane.serving.http.chat_wire import ChatRequest
 from inferplane.serving.http.completions import CompletionRendering, CompletionRequest
 from inferplane.serving.http.text import TokenizeRequest
 from inferplane.serving.native import NativeRequest, build_call

@@ -13,9 +13,9 @@ import pytest
 
 from inferplane.engine import SamplingParams
 from inferplane.serving import native
+from inferplane.serving.chat.request import ChatRequest
 from inferplane.serving.errors import ApiError
 from inferplane.serving.grpc.requests import TypedRequest
-from inferplane.serving.http.chat_wire import ChatRequest
 from inferplane.serving.http.completions import CompletionRequest
 from inferplane.serving.http.embeddings import EmbeddingRequest
 from inferplane.serving.http.responses import report_ignored_fields

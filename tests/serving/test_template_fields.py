@@ -12,11 +12,11 @@ import pytest
 import inferplane
 from inferplane.dialogue.template import Template
 from inferplane.engine.request.text import Tokenizer
+from inferplane.serving.chat.call import render_messages
+from inferplane.serving.chat.request import ChatRequest
 from inferplane.serving.chat_template.fields import list_unread_keys
 from inferplane.serving.chat_template.template import ChatTemplate
 from inferplane.serving.errors import ApiError
-from inferplane.serving.http.chat import render_messages
-from inferplane.serving.http.chat_wire import ChatRequest
 from inferplane.serving.wire import validate
 
 DEMO = Path(inferplane.__file__).parent / "models" / "demo"

@@ -12,10 +12,10 @@ import pytest
 
 import inferplane
 from inferplane.engine.request.text import Tokenizer
+from inferplane.serving.chat.call import render_messages
+from inferplane.serving.chat.request import ChatRequest
 from inferplane.serving.chat_template.template import ChatTemplate
 from inferplane.serving.errors import ApiError
-from inferplane.serving.http.chat import render_messages
-from inferplane.serving.http.chat_wire import ChatRequest
 from inferplane.serving.token_text import TokenText
 from inferplane.serving.wire import validate
 

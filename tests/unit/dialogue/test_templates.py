@@ -141,7 +141,7 @@ def test_ids_that_are_missing_or_good():
 
 
 def test_our_own_ids_are_nine_letters_and_digits():
-    tools = pytest.importorskip("inferplane.serving.http.tools")
+    tools = pytest.importorskip("inferplane.serving.chat.tools")
     ids = {tools.new_call_id() for _ in range(50)}
     assert len(ids) == 50 and all(len(i) == 9 and i.isalnum() and i.isascii() for i in ids)
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from inferplane.serving.admission import GenerateCall
+from inferplane.serving.constraints.fields import WORDS, Constrained
 from inferplane.serving.errors import invalid
 from inferplane.serving.generation import Generation, Piece
-from inferplane.serving.http.constraints import WORDS, Constrained
 from inferplane.serving.rendering import GeneratedChoice, OpenAIRendering, finite_logprob, top_with_own
 from inferplane.serving.wire import (
     MAX_TOKENS,

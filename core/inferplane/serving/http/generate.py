@@ -11,9 +11,10 @@ from starlette.responses import Response
 
 from inferplane.serving import native
 from inferplane.serving.admission import Deadline, GenerateCall, check_prompt_lengths
+from inferplane.serving.chat import call as chat
+from inferplane.serving.chat.rendering import ChatRendering
+from inferplane.serving.chat.request import ChatRequest
 from inferplane.serving.errors import ApiError
-from inferplane.serving.http import chat
-from inferplane.serving.http.chat_wire import ChatRequest
 from inferplane.serving.http.completions import CompletionRendering, CompletionRequest
 from inferplane.serving.http.embeddings import EmbeddingRendering, EmbeddingRequest
 from inferplane.serving.http.responses import GenerateResponse, Handler, error_response
@@ -107,7 +108,7 @@ async def _chat(service: Service, data: dict[str, Any], num_bytes: int, request_
     name = model.resolve_name(request.model)
     plan = await service.read(num_bytes, chat.plan_tools, request)
     call = await chat.build_call(request, model, plan)
-    rendering = chat.ChatRendering(request, plan, model, name, request_id)
+    rendering = ChatRendering(request, plan, model, name, request_id)
     return _response(service, request, call, rendering, stream=bool(request.stream))
 
 

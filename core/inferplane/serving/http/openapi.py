@@ -13,8 +13,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from inferplane.serving.chat.request import ChatRequest
+from inferplane.serving.chat.response import ChatResponse
 from inferplane.serving.http import operation, text
-from inferplane.serving.http.chat_wire import ChatRequest, ChatResponse
 from inferplane.serving.http.completions import CompletionRequest, CompletionResponse
 from inferplane.serving.http.embeddings import EmbeddingRequest, EmbeddingResponse
 from inferplane.serving.native import NativeError, NativeRequest, NativeResponse

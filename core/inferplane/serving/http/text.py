@@ -16,10 +16,10 @@ from starlette.responses import JSONResponse, Response
 from inferplane.errors import UsageError
 from inferplane.serving import native
 from inferplane.serving.admission import Deadline
+from inferplane.serving.chat.call import render_messages
+from inferplane.serving.chat.request import MAX_TOOLS, ConversationRequest, Tool
 from inferplane.serving.chat_template.fields import TemplateFields, list_unread_keys
 from inferplane.serving.errors import invalid
-from inferplane.serving.http.chat import render_messages
-from inferplane.serving.http.chat_wire import MAX_TOOLS, ConversationRequest, Tool
 from inferplane.serving.http.responses import report_ignored_fields
 from inferplane.serving.model import DEFAULT_NAME
 from inferplane.serving.service import Service

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions as data.
+"""Requests for OpenAI's chat completions.
 
 Source: https://platform.openai.com/docs/api-reference/chat.
 """
@@ -11,7 +11,7 @@ from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_valida
 
 from inferplane.dialogue.messages import MAX_NAME_CHARACTERS
 from inferplane.serving.chat_template.fields import TemplateFields
-from inferplane.serving.http.constraints import Constrained
+from inferplane.serving.constraints.fields import Constrained
 from inferplane.serving.request_fields import Refused
 from inferplane.serving.wire import (
     MAX_MESSAGES,
@@ -20,7 +20,6 @@ from inferplane.serving.wire import (
     Count,
     DescribedBy,
     FunctionName,
-    GeneratedResponse,
     JsonObject,
     RequestBody,
     RequestObject,
@@ -146,63 +145,3 @@ class ChatRequest(Constrained, TemplateFields, ConversationRequest):
     parallel_tool_calls: bool | None = None
     add_special_tokens: bool | None = Field(None, description="Add the model's special tokens around the conversation.")
     modalities: Annotated[list[Literal["text"]], AtMost(MAX_MODALITIES)] | None = None
-
-
-class TopLogprob(JsonObject):
-    """A token and its log-probability; `bytes` are the token's own: it may be part of a character."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class TokenInfo(TopLogprob):
-    """A token of the answer with the most likely alternatives."""
-
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(JsonObject):
-    """Log-probabilities of an answer."""
-
-    content: list[TokenInfo] | None
-
-
-class CalledFunction(NamedFunction):
-    """A function that the model called."""
-
-    arguments: str
-
-
-class ToolCall(JsonObject):
-    """A call in an answer."""
-
-    id: str
-    type: Literal["function"]
-    function: CalledFunction
-
-
-class AnswerMessage(JsonObject):
-    """The message that the model wrote."""
-
-    role: Literal["assistant"]
-    content: str | None
-    refusal: None = None
-    tool_calls: list[ToolCall] | None = None
-
-
-class ChatChoice(JsonObject):
-    """One answer."""
-
-    index: int
-    message: AnswerMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"] | None
-    token_ids: list[int] | None = None
-
-
-class ChatResponse(GeneratedResponse):
-    """The answer to a conversation."""
-
-    object: Literal["chat.completion"]
-    choices: list[ChatChoice]

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from inferplane.serving.http.schemas import DATA, NAMES
+from inferplane.serving.constraints.schemas import DATA, NAMES
 
 MAX_CALLS = 16
 TAG, TAG_END = "<tool_call>", "</tool_call>"

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from inferplane.serving.constraints.schemas import relax
 from inferplane.serving.errors import invalid
-from inferplane.serving.http.schemas import relax
 from inferplane.serving.request_fields import Refused
 from inferplane.serving.wire import FunctionName, RequestObject, SamplingFields
 
