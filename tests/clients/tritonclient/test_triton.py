@@ -1,0 +1,74 @@
+"""Triton's client over HTTP and gRPC."""
+
+from __future__ import annotations
+
+import queue
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+from tritonclient.utils import InferenceServerException
+
+PROMPT = "Question: What is two plus two?\nAnswer:"
+KINDS = {"BYTES": np.object_, "INT32": np.int32, "FP32": np.float32, "BOOL": np.bool_}
+
+
+def inputs(protocol: Any, **values: tuple[str, Any]) -> list[Any]:
+    made = []
+    for name, (kind, value) in values.items():
+        made.append(protocol.InferInput(name, [1], kind))
+        made[-1].set_data_from_numpy(np.array([value], dtype=KINDS[kind]))
+    return made
+
+
+def question(protocol: Any, **more: tuple[str, Any]) -> list[Any]:
+    return inputs(protocol, text_input=("BYTES", PROMPT), max_tokens=("INT32", 4), temperature=("FP32", 0.0), **more)
+
+
+@pytest.fixture(scope="module")
+def over_grpc(server):
+    with tritonclient.grpc.InferenceServerClient(server.grpc) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def over_http(server):
+    with tritonclient.http.InferenceServerClient(server.url.partition("//")[2]) as client:
+        yield client
+
+
+def test_health(over_grpc, over_http):
+    assert over_grpc.is_server_live() and over_grpc.is_server_ready() and over_grpc.is_model_ready("scripted")
+    assert over_http.is_server_live() and over_http.is_server_ready()
+
+
+def test_text_over_grpc(over_grpc):
+    done = over_grpc.infer("scripted", question(tritonclient.grpc))
+    assert done.as_numpy("text_output")[0].decode().split() == ["four"]
+
+
+def test_a_stream_over_grpc(over_grpc):
+    arrived: queue.Queue[Any] = queue.Queue()
+    over_grpc.start_stream(lambda result, error: arrived.put(error or result))
+    over_grpc.async_stream_infer(
+        "scripted", question(tritonclient.grpc, stream=("BOOL", True)), enable_empty_final_response=True
+    )
+    text = ""
+    while True:
+        result = arrived.get(timeout=30)
+        assert not isinstance(result, InferenceServerException), result
+        found = result.as_numpy("text_output")
+        text += found[0].decode() if found is not None and len(found) else ""
+        if result.get_response().parameters["triton_final_response"].bool_param:
+            break
+    over_grpc.stop_stream()
+    assert text.split() == ["four"]
+
+
+def test_a_wrong_name_is_an_error_of_the_client(over_grpc, over_http):
+    with pytest.raises(InferenceServerException, match="not served here"):
+        over_grpc.infer("gpt", question(tritonclient.grpc))
+    with pytest.raises(InferenceServerException):
+        over_http.infer("gpt", question(tritonclient.http))
