@@ -197,6 +197,7 @@ MOE_PACKS = {
     "experts.down": BOTH,
     **{f"shared.{path}": packing for path, packing in MLP_PACKS.items()},
 }
+ROUTING = ("moe_route.least_sum", "moe_route.jitter", "moe_route.sum_eps")
 ONE_RANK = ("one rank", lambda op: op.reduce is None)
 ALL_HERE = ("every expert on this rank", lambda op: op.here is None)
 NO_WINDOW = ("no window", lambda op: all(r.window is None for r in op.kv_requests()))
@@ -223,10 +224,17 @@ BLOCKS = [
     ),
     Kernel("mla_block", "mock", mla_block, When(kv_layouts=(LATENT,), needs=(ONE_RANK,)), RANK, MLA_PACKS),
 ]
-LAYER = Kernel("decoder_layer", "mock", decoder_layer, When(kv_layouts=(HEADS_FIRST, LATENT)), RANK, LAYER_PACKS)
+LAYER = Kernel(
+    "decoder_layer",
+    "mock",
+    decoder_layer,
+    When(kv_layouts=(HEADS_FIRST, LATENT), extensions=ROUTING),
+    RANK,
+    LAYER_PACKS,
+)
 DECODE_LAYER = replace(LAYER, when=replace(LAYER.when, step_kinds=("decode",)))
 # What shares the layer's packings in mixed steps; without them the layer would keep every MLP twice.
 MLPS = [
     Kernel("gated_mlp", "mock", gated_mlp, When(needs=(ONE_RANK,)), RANK, MLP_PACKS),
-    Kernel("moe", "mock", mixture, When(needs=(ONE_RANK, ALL_HERE)), RANK, MOE_PACKS),
+    Kernel("moe", "mock", mixture, When(needs=(ONE_RANK, ALL_HERE), extensions=ROUTING), RANK, MOE_PACKS),
 ]

@@ -58,10 +58,10 @@ class Routes:
             scores = logits.float().sigmoid() if view.score == "sigmoid" else logits.float().softmax(-1)
             weights = scores.gather(1, ids)
             if view.renormalize:
-                weights = weights / (weights.sum(-1, keepdim=True).clamp_min(view.least_sum) + 1e-20)
+                weights = weights / (weights.sum(-1, keepdim=True).clamp_min(view.least_sum) + view.sum_eps + 1e-20)
             return weights * view.factor, ids
 
-        known = When(extensions=("moe_route.least_sum", "moe_route.jitter"))
+        known = When(extensions=("moe_route.least_sum", "moe_route.sum_eps", "moe_route.jitter"))
         return Kernel("moe_route", "test", replay, when=known, rank=99)
 
 

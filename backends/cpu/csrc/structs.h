@@ -102,6 +102,7 @@ typedef struct {
   // divided by their sum.
   int32_t sigmoid, best_two, renormalize;
   const ip_clamped_gate *clamped;  // or null: IP_SILU, and rows of gate_up are gate, then up
+  float least_sum, sum_eps;  // their sum is at least the one, and the other is added to it
 } ip_experts;
 
 // The sequences of a step and where their states are: rows of a tensor of states. Query tokens of sequence b are rows

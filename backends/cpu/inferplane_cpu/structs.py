@@ -76,6 +76,7 @@ class Experts(Structure):
         ("factor", c_float),
         *_of(c_int32, "sigmoid", "best_two", "renormalize"),
         ("clamped", c_void_p),
+        *_of(c_float, "least_sum", "sum_eps"),
     ]
 
 

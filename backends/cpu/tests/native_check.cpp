@@ -359,7 +359,7 @@ void latent_layers(bool coded) {
       Cache cached(coded, slots, 1, latent + rope, 0, 3), more(coded, slots, 1, latent + rope, 0, 3);
       Array<float> table(700 * rope), bias(8);
       ip_latent lower = {q_a.m, q_b.m, kv_a.m, kv_b.m, {n3, 1e-6f, 0}, {n4, 1e-6f, 0}, nope, rope, value, latent};
-      ip_experts routed = {router.m, bias, ups.data(), backs.data(), 8, 3, 4, 2, 2.5f, 1, 1, 1};
+      ip_experts routed = {router.m, bias, ups.data(), backs.data(), 8, 3, 4, 2, 2.5f, 1, 1, 1, nullptr, 0.5f, 0.01f};
       Array<float> logits(5 * 8), shares(5 * 3);
       Array<int64_t> ids(5 * 3);
       ip_route_experts(&routed, logits, 5, ids, shares);

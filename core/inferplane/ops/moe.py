@@ -35,14 +35,18 @@ TUNING_EXPERTS = 8
 """Experts per token in `MoEExperts.tuning_inputs`."""
 
 
+NONZERO = 1e-20
+"""Added to sums of scores, which are 0 if all scores are too small for float32."""
+
+
 class MoERoute(Op, name="moe_route"):
     """Choose `top_k` experts per token and their weights from the router's logits, in float32.
 
     `score = sigmoid(logits)` or `softmax(logits)`; `choice = score + bias` (the bias affects the choice alone). With
     groups, only the best `top_groups` groups remain; a group's score is the sum of its two best choices ("top2") or
     its best one ("max").
-    `ids = topk(choice)`; `weights = score[ids]`, divided when `renormalize` by their sum, or by `least_sum` if that is
-    larger, times `factor`.
+    `ids = topk(choice)`; `weights = score[ids]`, divided when `renormalize` by `max(sum, least_sum) + sum_eps`, times
+    `factor`.
     With `jitter` e, a logit counts as near the largest m if it is at most `2 e max(|logit|, m)` below it. The largest
     is chosen, its weight is its softmax among those near it, and so on with those that remain, without `renormalize`.
     The cost is not counted: it is small beside the experts.
@@ -54,11 +58,12 @@ class MoERoute(Op, name="moe_route"):
         weights float32 `[T, top_k]`, ids int64 `[T, top_k]`; the order within a token is free.
 
     Fields: `bias` `[E]` or None; `score`; `groups` (1: no grouping); `top_groups`; `group_score`; `top_k`;
-    `renormalize`; `factor`; `least_sum`; `jitter`.
+    `renormalize`; `factor`; `least_sum`; `jitter`; `sum_eps`.
 
     Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2 (sigmoid, bias, groups); DeepSeek-V2, arXiv 2405.04434
     (softmax, device-limited groups); Mixtral, arXiv 2401.04088 (softmax, top-k, renormalized); ERNIE 4.5 technical
-    report (softmax, bias, least sum); SparseMixer-v2, arXiv 2409.12136 (jitter).
+    report (softmax, bias, least sum); SparseMixer-v2, arXiv 2409.12136 (jitter); LFM2, arXiv 2511.23404 (sum_eps, which
+    is 1e-6 in the Lfm2MoeTopKRouter of transformers).
     """
 
     compares_entries = False
@@ -74,6 +79,7 @@ class MoERoute(Op, name="moe_route"):
     factor: float = 1.0
     least_sum: float = extension(0.0)
     jitter: float = extension(0.0)
+    sum_eps: float = extension(0.0)
 
     def __call__(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         h = logits.float()
@@ -89,7 +95,8 @@ class MoERoute(Op, name="moe_route"):
         ids = choice.topk(self.top_k, -1)[1]
         weights = score.gather(1, ids)
         if self.renormalize:
-            weights = weights / (weights.sum(-1, keepdim=True).clamp_min(self.least_sum) + 1e-20)
+            total = weights.sum(-1, keepdim=True).clamp_min(self.least_sum) + self.sum_eps
+            weights = weights / (total + NONZERO)
         return weights * self.factor, ids
 
     @classmethod
@@ -107,7 +114,7 @@ class MoERoute(Op, name="moe_route"):
     def samples(cls) -> Sequence[Sample]:
         """Routings of the families, V3, V2, Mixtral; V2's with weights divided by their sum; other combinations of
         fields."""
-        logits = lambda t, e: lambda d: (d.normal(t, e, dtype=torch.float32),)  # noqa: E731
+        logits = lambda t, e, mean=0: lambda d: (d.normal(t, e, dtype=torch.float32) + mean,)  # noqa: E731
         v3 = MoERoute(placeholder(16), 4, "sigmoid", 4, 2, "top2", True, 2.5)
         v2 = MoERoute(None, 3, "softmax", 4, 2, "max", False, 16.0)
         mixtral = MoERoute(None, 2, "softmax")
@@ -121,6 +128,8 @@ class MoERoute(Op, name="moe_route"):
             Sample("softmax_bias", MoERoute(placeholder(16), 3, "softmax", least_sum=1e-12), logits(9, 16)),
             Sample("jitter", MoERoute(None, 2, jitter=0.2), logits(17, 16)),
             Sample("least_sum", MoERoute(placeholder(16), 2, "softmax", least_sum=0.3), logits(17, 16)),
+            Sample("sum_eps", MoERoute(placeholder(16), 3, "sigmoid", sum_eps=1e-6), logits(17, 16, -14)),
+            Sample("both_sums", replace(v2, renormalize=True, least_sum=0.3, sum_eps=0.1), logits(9, 16)),
         ]
 
 

@@ -203,7 +203,7 @@ def _(products: Products) -> None:
 
     op = SimpleNamespace(
         bias=torch.zeros(256), top_k=8, score="sigmoid", groups=8, top_groups=4, group_score="top2", renormalize=True,
-        factor=2.5,
+        factor=2.5, least_sum=0.0, sum_eps=0.0,
     )  # fmt: skip
     moe_route(op, torch.zeros(2, 256))
 

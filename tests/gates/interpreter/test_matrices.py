@@ -322,7 +322,7 @@ def test_mixture(form, tokens, record_property):
     decided = Weight((), (6,), torch.float32, make=lambda: torch.arange(6.0) * 10)
     op = MoE(
         Linear(placeholder(6, 128), out_dtype=torch.float32),
-        MoERoute(decided, 2, "sigmoid"),
+        MoERoute(decided, 2, "sigmoid", least_sum=1.2, sum_eps=0.3),
         MoEExperts(placeholder(6, 256, 128, format=format), placeholder(6, 128, 128, format=format)),
         GatedMLP(Linear(placeholder(256, 128, format=shared)), Linear(placeholder(128, 128, format=shared))),
     )

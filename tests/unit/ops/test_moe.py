@@ -11,7 +11,20 @@ from tests.unit.support.formulas import silu
 from tests.unit.support.small import F32, bound, close, w
 
 
-def route(logits, bias, *, top_k, sigmoid, groups=1, top_groups=1, best=1, renormalize=True, factor=1.0, least_sum=0.0):
+def route(
+    logits,
+    bias,
+    *,
+    top_k,
+    sigmoid,
+    groups=1,
+    top_groups=1,
+    best=1,
+    renormalize=True,
+    factor=1.0,
+    least_sum=0.0,
+    eps=0.0,
+):
     """One token: `{expert: weight}`. `best` choices of a group are summed to judge it."""
     e = [math.exp(x) for x in logits]
     score = [1 / (1 + math.exp(-x)) for x in logits] if sigmoid else [x / sum(e) for x in e]
@@ -21,7 +34,7 @@ def route(logits, bias, *, top_k, sigmoid, groups=1, top_groups=1, best=1, renor
     kept = sorted(judged, key=judged.get)[-top_groups:]
     allowed = [x for x in range(len(logits)) if x // size in kept]
     ids = sorted(allowed, key=choice.__getitem__)[-top_k:]
-    total = max(sum(score[x] for x in ids), least_sum) if renormalize else 1.0
+    total = max(sum(score[x] for x in ids), least_sum) + eps if renormalize else 1.0
     return {x: score[x] / total * factor for x in ids}
 
 
@@ -39,8 +52,10 @@ ERNIE = (
     {"top_k": 2, "sigmoid": False, "least_sum": 0.2},
 )
 
+LFM2 = MoERoute(w("b", 16), 3, "sigmoid", sum_eps=0.1), {"top_k": 3, "sigmoid": True, "eps": 0.1}
 
-@pytest.mark.parametrize(("op", "rule"), [V3, V2, MIXTRAL, ERNIE], ids=["v3", "v2", "mixtral", "ernie"])
+
+@pytest.mark.parametrize(("op", "rule"), [V3, V2, MIXTRAL, ERNIE, LFM2], ids=["v3", "v2", "mixtral", "ernie", "lfm2"])
 def test_routing(op, rule):
     logits = torch.randn(50, 16, dtype=torch.float64)
     bias = torch.randn(16, dtype=torch.float64) if op.bias else torch.zeros(16, dtype=torch.float64)

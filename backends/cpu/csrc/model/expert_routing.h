@@ -54,7 +54,7 @@ inline void mask_other_groups(const ip_experts &x, float *choice) {
 
 // Writes the ids and weights [x.top] of one token's experts from its logits [x.experts]: the best ones by score plus
 // bias (of the best groups), best first; the lower id among equals. Weights are scores without bias times x.factor,
-// divided by their sum if x.renormalize. By the calling thread.
+// divided by max(their sum, x.least_sum) + x.sum_eps if x.renormalize. By the calling thread.
 inline void route_token(const ip_experts &x, const float *logits, int64_t *ids, float *weights) {
   float score[kMaxExperts], choice[kMaxExperts], all = 0;
   expert_scores(logits, x.experts, x.sigmoid, score);
@@ -68,7 +68,8 @@ inline void route_token(const ip_experts &x, const float *logits, int64_t *ids, 
     is_taken[best] = true, ids[j] = best;
     all += weights[j] = score[best];
   }
-  float by = x.renormalize ? x.factor / (all + 1e-20f) : x.factor;
+  if (all < x.least_sum) all = x.least_sum;
+  float by = x.renormalize ? x.factor / (all + x.sum_eps + 1e-20f) : x.factor;
   for (int64_t j = 0; j < x.top; j++) weights[j] *= by;
 }
 

@@ -13,7 +13,7 @@ from inferplane_cpu.kernels import recurrent_block
 from inferplane_cpu.kernels.attention import LAYOUTS, has_tile_dims, native_cache
 from inferplane_cpu.kernels.layer_description import native_layer, native_step
 from inferplane_cpu.kernels.linear import INT8_ACTIVATIONS, RANK_BATCH_INVARIANT, fits_int8_sums
-from inferplane_cpu.kernels.moe import MAX_EXPERTS
+from inferplane_cpu.kernels.moe import MAX_EXPERTS, ROUTE
 from inferplane_cpu.kernels.packing import (
     INT8_ROW_FORMATS,
     LATENT_FORMATS,
@@ -159,6 +159,7 @@ def _if_native(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
 LAYER_OPS = ("decoder_layer", "residual_layer")
 EXTENSIONS = (
     *("rms_norm.offset", "activation_mul", "attention.sinks", "attention.softcap", "clamped_experts"),
+    *ROUTE.extensions,
     *("prepare_attention", "partial_rope", "gqa_block.output_gate", "recurrent_block", *recurrent_block.EXTENSIONS),
 )
 """What layers have besides what the op got first, as `When.extensions` lists it."""

@@ -49,7 +49,10 @@ def _has_routing_bias(op: Any) -> bool:
 
 
 ROUTE = When(
-    (torch.bfloat16,), features=("native",), needs=(("a float32 bias of at most 1,024 experts", _has_routing_bias),)
+    (torch.bfloat16,),
+    features=("native",),
+    needs=(("a float32 bias of at most 1,024 experts", _has_routing_bias),),
+    extensions=("moe_route.least_sum", "moe_route.sum_eps"),
 )
 NEEDS = (("bfloat16 weights", _has_bf16_weights), ALL_EXPERTS_LOCAL)
 STORED = When((torch.bfloat16,), (PLAIN, "fp8_block"), features=("native",), needs=NEEDS)
@@ -207,7 +210,7 @@ def describe_routing(view: Any, experts: int) -> Experts:
     made = Experts(experts=experts, top=view.top_k, groups=view.groups, top_groups=view.top_groups, factor=view.factor)
     made.bias = None if view.bias is None else view.bias.data_ptr()
     made.sigmoid, made.best_two = view.score == "sigmoid", view.group_score == "top2"
-    made.renormalize = view.renormalize
+    made.renormalize, made.least_sum, made.sum_eps = view.renormalize, view.least_sum, view.sum_eps
     return made
 
 

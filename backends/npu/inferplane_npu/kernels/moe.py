@@ -21,6 +21,7 @@ from inferplane_npu.kernels.when import OnNpu
 npu = torch.ops.npu
 KERNELS = Kernels()
 fused = partial(declare_fused, KERNELS, provider="torch_npu", when=OnNpu, features=("fused-infer",))
+WITH_SUM_EPS = partial(OnNpu, extensions=("moe_route.sum_eps",))
 
 SOFTMAX, SIGMOID = 0, 1
 """Values of `norm_type`."""
@@ -57,6 +58,7 @@ def _has_renormalized_sigmoid(op: Any) -> bool:
     ("sigmoid scores to be renormalized", _has_renormalized_sigmoid),
     ("more than two experts a group", _has_supported_groups),
     dtypes=FLOATS,
+    when=WITH_SUM_EPS,
     packs={"bias": FLOAT32},
 )
 def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,19 +73,26 @@ def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
         group_select_mode=1 if view.group_score == "top2" else 0,
         norm_type=SIGMOID if view.score == "sigmoid" else SOFTMAX,
         routed_scaling_factor=1.0 if again else view.factor,
+        eps=view.sum_eps or 1e-20,
     )
-    return (_renormalize(weights, view.factor) if again else weights), ids
+    return (_renormalize(view, weights) if again else weights), ids
 
 
-@fused("moe_route", PLAIN_SOFTMAX_ROUTING, ("at most 1024 chosen", lambda op: op.top_k <= 1024), dtypes=FLOATS)
+@fused(
+    "moe_route",
+    PLAIN_SOFTMAX_ROUTING,
+    ("at most 1024 chosen", lambda op: op.top_k <= 1024),
+    dtypes=FLOATS,
+    when=WITH_SUM_EPS,
+)
 def moe_route_softmax(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """npu_moe_gating_top_k_softmax; ids are int32."""
     weights, ids, _ = npu.npu_moe_gating_top_k_softmax(logits, None, view.top_k)
-    return (_renormalize(weights, view.factor) if view.renormalize else weights * view.factor), ids
+    return (_renormalize(view, weights) if view.renormalize else weights * view.factor), ids
 
 
-def _renormalize(weights: torch.Tensor, factor: float) -> torch.Tensor:
-    return weights / weights.sum(-1, keepdim=True) * factor
+def _renormalize(view: Any, weights: torch.Tensor) -> torch.Tensor:
+    return weights / (weights.sum(-1, keepdim=True) + view.sum_eps) * view.factor
 
 
 def _has_supported_inner_dims(op: Any) -> bool:

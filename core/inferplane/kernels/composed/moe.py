@@ -16,9 +16,10 @@ from inferplane.types import Kernels, When
 
 KERNELS = Kernels()
 ANY = When(dtypes=(torch.float32, torch.bfloat16, torch.float16))
+ROUTING = ("moe_route.least_sum", "moe_route.jitter", "moe_route.sum_eps")
 
 
-@KERNELS("moe_route", "torch", when=ANY, capture_safe=True, batch_invariant=True)
+@KERNELS("moe_route", "torch", when=replace(ANY, extensions=ROUTING), capture_safe=True, batch_invariant=True)
 def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The op `moe_route` by its own body, which is nothing but torch operators on the device already."""
     return MoERoute.__call__(view, logits)

@@ -128,7 +128,7 @@ def matrix_kernels(products: Callable[[Any, Context], Products] = PORTABLE_PRODU
     int8: dict[str, Any] = {
         "extra_error": INT8_ERROR, "quantizes_activations_to": "int8", "note": "activations quantized to int8",
     }  # fmt: skip
-    gates = ("activation_mul",)
+    gates, sums = ("activation_mul",), ("moe_route.least_sum", "moe_route.sum_eps")
     mlp, both = ("gate_up.weight", "down.weight"), ("gate_up", "down")
     layer = ("router.weight", *(f"shared.{w}" for w in mlp), *(f"experts.{w}" for w in both))
     moe, unquantized = (ALL_EXPERTS_LOCAL, MOE), (QUANTIZED_WEIGHT, PLAIN_ACTIVATIONS)
@@ -148,13 +148,15 @@ def matrix_kernels(products: Callable[[Any, Context], Products] = PORTABLE_PRODU
         kernel("moe_experts", "triton_fp8", f"{EXPERTS}:moe_experts_fp8", when_8bit("fp8", to_fp8), *both, **fp8),
         kernel("moe_experts", "triton_int8", f"{EXPERTS}:moe_experts_int8", when_8bit("int8-dot", INT8), *both, **int8),
         kernel("clamped_experts", "triton", f"{EXPERTS}:moe_experts", when(any_format), *both),
-        kernel("moe", "triton", f"{EXPERTS}_layer:moe", when(any_format, *moe, knows=("clamped_experts",)), *layer),
+        kernel("moe", "triton", f"{EXPERTS}_layer:moe", when(any_format, *moe, knows=("clamped_experts", *sums)),
+               *layer),
         kernel("moe", "triton_fp8", f"{EXPERTS}_layer:moe_fp8",
-               when_8bit("fp8", ("plain", *to_fp8), *moe, SHARED_FP8), *layer, **fp8),
+               when_8bit("fp8", ("plain", *to_fp8), *moe, SHARED_FP8, knows=sums), *layer, **fp8),
         kernel("moe", "triton_int8", f"{EXPERTS}_layer:moe_int8",
-               when_8bit("int8-dot", ("plain", *INT8), *moe, SHARED_INT8), *layer, **int8),
+               when_8bit("int8-dot", ("plain", *INT8), *moe, SHARED_INT8, knows=sums), *layer, **int8),
         Kernel(
-            "moe_route", "triton", f"{FOLDER}.{EXPERTS}_route:moe_route", When(FLOATS, features=("triton",)),
-            RANK_PORTABLE, prepare=products, capture_safe=True, batch_invariant=True,
+            "moe_route", "triton", f"{FOLDER}.{EXPERTS}_route:moe_route",
+            When(FLOATS, features=("triton",), extensions=sums), RANK_PORTABLE, prepare=products, capture_safe=True,
+            batch_invariant=True,
         ),
     ]  # fmt: skip

@@ -14,6 +14,8 @@ from inferplane.ops import CausalLM, GatedMLP, MoE, MoERoute
 from inferplane.types import Weight
 
 PARTS = ("w1", "w3", "w2")
+SUM_EPS = 1e-6
+"""Of transformers' Lfm2MoeTopKRouter; configs have no entry for it."""
 
 
 @architecture(
@@ -31,9 +33,6 @@ PARTS = ("w1", "w3", "w2")
 def lfm2_moe(build: Build) -> CausalLM:
     """LFM2 MoE: LFM2 with sigmoid routing in all but the first layers, where experts are chosen with a bias.
 
-    transformers adds 1e-6 to the sum by which a token's weights are divided, which is left out: it changes them by less
-    than a float32 product rounds unless the chosen experts' scores are all near 0.
-
     Args:
         build: config, placement and weight formats. Weights are named as Hugging Face names them.
 
@@ -50,7 +49,7 @@ def lfm2_moe(build: Build) -> CausalLM:
     dense, inner = config.count("num_dense_layers"), config.size("intermediate_size")
     chosen, renormalize = experts_per_token(config, count), config.flag("norm_topk_prob")
     factor = config.factor("routed_scaling_factor")
-    route = MoERoute(None, chosen, "sigmoid", renormalize=renormalize, factor=factor)
+    route = MoERoute(None, chosen, "sigmoid", renormalize=renormalize, factor=factor, sum_eps=SUM_EPS)
 
     def feed_forward(i: int, name: str) -> GatedMLP | MoE:
         if i < dense:

@@ -16,7 +16,7 @@ def _route(
     logits, bias, weights, ids, factor, row,
     EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr,
     TOP2: tl.constexpr, RENORMALIZE: tl.constexpr, BIAS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_K: tl.constexpr, LEAST_SUM: tl.constexpr, SUM_EPS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Program `token` chooses its TOP_K experts, of its TOP_GROUPS best groups where there are groups.
 
@@ -60,7 +60,12 @@ def _route(
         weight = tl.where(slot == j, tl.sum(tl.where(here, value, 0.0), 0), weight)
         left = tl.where(here, float("-inf"), left)
     if RENORMALIZE:
-        weight = weight / tl.sum(weight, 0)
+        total = tl.sum(weight, 0)
+        if LEAST_SUM != 0.0:
+            total = tl.maximum(total, LEAST_SUM)
+        if SUM_EPS != 0.0:
+            total += SUM_EPS
+        weight = weight / total
     tl.store(weights + token * TOP_K + slot, weight * factor, mask=slot < TOP_K)
     tl.store(ids + token * TOP_K + slot, chosen.to(tl.int64), mask=slot < TOP_K)
 
@@ -85,6 +90,7 @@ def route_tokens(view: Any, logits: torch.Tensor, ahead: bool) -> tuple[torch.Te
             SIGMOID=view.score == "sigmoid", TOP2=view.group_score == "top2",
             RENORMALIZE=view.renormalize, BIAS=view.bias is not None,
             BLOCK_G=triton.next_power_of_2(view.groups), BLOCK_E=triton.next_power_of_2(experts // view.groups),
-            BLOCK_K=triton.next_power_of_2(view.top_k), num_warps=1, **launch_options(ahead),
+            BLOCK_K=triton.next_power_of_2(view.top_k), LEAST_SUM=view.least_sum, SUM_EPS=view.sum_eps, num_warps=1,
+            **launch_options(ahead),
         )  # fmt: skip
     return weights, ids
