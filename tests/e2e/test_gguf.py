@@ -67,6 +67,19 @@ def test_packed_and_plain_parts_of_a_fused_weight(tmp_path):
     assert (got - want).abs().max() <= 1e-5 * want.abs().max()
 
 
+def test_a_tied_head_is_the_packed_embedding(file):
+    with LLM(file, device="cpu", max_num_seqs=1, max_model_len=64) as llm:
+        model = llm.runner.model
+        assert model.head.weight == model.embed.weight and model.head.weight.format == "int8_group32"
+
+
+@pytest.mark.parametrize("kind", ["none", "no_vocab"])
+def test_a_file_without_a_vocabulary_runs_on_token_ids(kind, tmp_path):
+    file = write(tmp_path / "tiny.gguf", llama("Q8_0"), others={"tokenizer.ggml.model": kind})
+    assert not ModelFiles(file).has_tokenizer
+    assert len(logits_of(file)[1]) == 4
+
+
 def test_packed_files_are_computed_in_bfloat16_and_converted_to_float32(file, tmp_path):
     assert ModelFiles(file).config["torch_dtype"] == "bfloat16"
     convert(file, tmp_path / "folder")

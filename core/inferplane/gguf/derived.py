@@ -18,8 +18,8 @@ from inferplane.gguf.tokenizer import write_tokenizer
 FORMAT = 1
 """Raised when another content is derived from the same file."""
 VOCABULARY = "tokenizer.ggml.model"
-NONE = "none"
-"""The vocabulary of files without one: their models run on token ids."""
+WITHOUT_VOCABULARY = (None, "none", "no_vocab")
+"""The kinds of vocabulary of files without one: their models run on token ids."""
 
 
 def cache_folder() -> Path:
@@ -65,7 +65,7 @@ def derive(path: Path, metadata: Mapping[str, Any], config: Mapping[str, Any]) -
 def _write(folder: Path, metadata: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     """Write the files of a folder."""
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    if metadata.get(VOCABULARY, NONE) != NONE:
+    if metadata.get(VOCABULARY) not in WITHOUT_VOCABULARY:
         write_tokenizer(metadata, folder)
 
 

@@ -279,8 +279,8 @@ class Build:
         """Declare the output head. If the config ties it to the embedding, it shares the embedding's weight."""
         if self.config.flag("tie_word_embeddings"):
             self.ignore(f"{name}.weight")  # some exports write it although it is tied
-            format = self.format_of(f"{name}.weight")
-            if format == embed.weight.format or self.format_of(embed.weight.parts[0]) == format:
+            format, stored = self.format_of(f"{name}.weight"), self.format_of(embed.weight.parts[0])
+            if format in (embed.weight.format, stored) or stored != PLAIN:  # what is stored in few bits stays so
                 return LMHead(embed.weight)
             return LMHead(replace(embed.weight, format=format))  # the head alone is quantized, while it is read
         return LMHead(self.weight((name,), (self.local_size("vocab_size", vocab), width), 0))
