@@ -59,7 +59,7 @@ def run(source: str, work: Any) -> Any:
     async def main() -> Any:
         template = ChatTemplate(source, {}, render_s=20.0)
         try:
-            return await work(SimpleNamespace(template=template, render=template.render))
+            return await work(SimpleNamespace(template=template))
         finally:
             await template.close()
 
@@ -83,7 +83,7 @@ def test_tools_are_shown_as_they_were_given():
     """In the client's order of keys, with its nulls and its own keys, as transformers shows them."""
     tool = {"function": {"parameters": None, "name": "f", "x-own": [1]}, "type": "function", "own": True}
     asked = validate(ChatRequest, {"messages": [{"role": "user", "content": "x"}], "tools": [tool]})
-    said = run("{{ tools[0] | tojson }}", lambda model: render_messages(asked.messages, asked.tools, model))
+    said = run("{{ tools[0] | tojson }}", lambda model: render_messages(asked.messages, asked.tools, model.template))
     assert said == '{"function": {"parameters": null, "name": "f", "x-own": [1]}, "type": "function", "own": true}'
 
 

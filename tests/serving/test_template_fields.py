@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ import pytest
 import inferplane
 from inferplane.dialogue.template import Template
 from inferplane.engine.request.text import Tokenizer
+from inferplane.errors import UsageError
 from inferplane.serving.chat.call import render_messages
 from inferplane.serving.chat.request import ChatRequest
 from inferplane.serving.chat_template.fields import list_unread_keys
+from inferplane.serving.chat_template.sources import MAX_TEMPLATES, RequestTemplates, read_template
 from inferplane.serving.chat_template.template import ChatTemplate
 from inferplane.serving.errors import ApiError
 from inferplane.serving.wire import validate
+from tests.serving.live import Live
 
 DEMO = Path(inferplane.__file__).parent / "models" / "demo"
 PLAIN = (
@@ -30,27 +34,21 @@ LAST_ONLY = "{{ messages[0].content }}"
 USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "Sure, here "}
 
 
-class Model:
-    """Has a template, as a `ServedModel`."""
-
-    def __init__(self, source: str) -> None:
-        self.template = ChatTemplate(source, {})
-
-    async def render(self, messages: Any, tools: Any, variables: Any = None) -> str:
-        return await self.template.render(messages, tools, variables)
-
-
-def rendered(source: str, messages: list[dict[str, str]], **fields: Any) -> tuple[str, list[str]]:
+def rendered(
+    source: str, messages: list[dict[str, str]], are_allowed: bool = False, **fields: Any
+) -> tuple[str, list[str]]:
     """The text that a request's conversation becomes, and what of the request has no effect."""
 
     async def run() -> tuple[str, list[str]]:
-        model: Any = Model(source)
+        own, templates = ChatTemplate(source, {}), RequestTemplates({}, are_allowed)
         request = validate(ChatRequest, {"messages": messages, **fields})
         try:
-            variables = request.template_variables(model.template.facts)
-            return await render_messages(request.messages, None, model, variables), list(variables.ignored)
+            async with templates.use(request.chat_template) if request.chat_template else nullcontext(own) as template:
+                variables = request.template_variables(template.facts)
+                return await render_messages(request.messages, None, template, variables), list(variables.ignored)
         finally:
-            await model.template.close()
+            await own.close()
+            await templates.close()
 
     return asyncio.run(run())
 
@@ -167,3 +165,59 @@ def test_unknown_keys_of_messages_are_named_or_refused(client):
         assert wrong.status_code == 400 and "messages[0].nmae" in wrong.text
         going_on = client.post(path, json={**data, "messages": [USER, {**REPLY, "prefix": True}]})
         assert going_on.status_code == 400 and "messages[1].prefix" in going_on.text
+
+
+def test_a_request_brings_a_template_where_that_is_allowed():
+    own = "{% for m in messages %}({{ m.content }}){% endfor %}{% if documents %}{{ documents[0].text }}{% endif %}"
+    assert rendered(PLAIN, [USER], are_allowed=True, chat_template=own) == ("(hi)", [])
+    said = rendered(PLAIN, [USER], are_allowed=True, chat_template=own, documents=[{"text": "d"}])[0]
+    assert said == "(hi)d"
+    for wrong, code in (("{% for %}", "template_failed"), ("{{ raise_exception('no') }}", "invalid_value")):
+        with pytest.raises(ApiError) as refused:
+            rendered(PLAIN, [USER], are_allowed=True, chat_template=wrong)
+        assert (refused.value.status, refused.value.code) == (400, code)
+
+
+def test_templates_of_requests_share_no_process_and_are_few():
+    async def run() -> None:
+        templates = RequestTemplates({}, are_allowed=True)
+        sources = [f"{i}{{{{ messages[0].content }}}}" for i in range(MAX_TEMPLATES + 2)]
+
+        async def render(source: str) -> tuple[str, Any]:
+            async with templates.use(source) as template:
+                said = await template.render([USER], None)
+                return said, template._plain.renderer.process
+
+        found = await asyncio.gather(*map(render, sources + sources[:1]))
+        assert [said for said, _ in found] == [f"{i}hi" for i in range(MAX_TEMPLATES + 2)] + ["0hi"]
+        alive = [process for _, process in found if process.alive]
+        assert 0 < len(alive) <= MAX_TEMPLATES and len(set(map(id, alive))) == len(alive)
+        assert (await render(sources[0]))[1] is (await render(sources[0]))[1]  # the process waits for the next
+        await templates.close()
+        assert not any(process.alive for _, process in found)
+
+    asyncio.run(run())
+
+
+def test_a_template_of_the_settings_is_a_file_or_a_text(tmp_path):
+    path = tmp_path / "own.jinja"
+    path.write_text(PLAIN)
+    assert read_template(str(path)) == read_template(PLAIN) == PLAIN
+    long = "{}" * 2**18
+    for given, said in ((str(tmp_path / "none.jinja"), "cannot be read"), ("{% for %}", "line 1"), (long, "at most")):
+        with pytest.raises(UsageError) as refused:
+            read_template(given)
+        assert said in str(refused.value)
+
+
+def test_the_settings_template_renders_chats_and_decides_about_those_of_requests():
+    body = {"messages": [USER], "chat_template": "b{{ messages[0].content }}"}
+    arguments = ("--chat-template", "a{{ messages[0].content }}", "--trust-request-chat-template")
+    with Live(*arguments) as live, live.client() as api:
+        for sent, said in ((body, "bhi"), ({"messages": [USER]}, "ahi")):
+            tokens = api.post("/tokenize", json=sent).raise_for_status().json()["tokens"]
+            assert api.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == said
+            answer = api.post("/v1/chat/completions", json={**sent, "max_tokens": 1}).raise_for_status().json()
+            assert answer["usage"]["prompt_tokens"] == len(tokens)
+        failed = api.post("/v1/chat/completions", json={**body, "chat_template": "{{ 1 // 0 }}"})
+        assert (failed.status_code, failed.json()["error"]["param"]) == (400, "messages")

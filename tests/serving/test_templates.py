@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,8 +190,7 @@ def conversation(source: str, messages: list[Any], tools: list[Any] | None) -> s
         template = ChatTemplate(source, {})
         asked = validate(ChatRequest, {"messages": messages, "tools": tools} if tools else {"messages": messages})
         try:
-            model = SimpleNamespace(template=template, render=template.render)
-            return await render_messages(asked.messages, asked.tools, model)  # type: ignore[arg-type]
+            return await render_messages(asked.messages, asked.tools, template)
         finally:
             await template.close()
 

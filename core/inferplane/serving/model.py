@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inferplane import __version__
 from inferplane.errors import UsageError
+from inferplane.serving.chat_template.sources import RequestTemplates, read_template
 from inferplane.serving.chat_template.template import ChatTemplate
-from inferplane.serving.errors import ApiError, invalid
+from inferplane.serving.errors import ApiError
 from inferplane.serving.settings import ServerSettings
 from inferplane.serving.token_text import TokenText
 
@@ -41,9 +43,19 @@ class ServedModel:
         self._aliases = () if settings.served_model_name else (self.info.name,)
         self._tokenizer = engine.tokenizer if self.info.folder is not None else None
         self.token_text = TokenText(self._tokenizer.fast) if self._tokenizer is not None else None
-        self.template = ChatTemplate.from_tokenizer(self._tokenizer.fast) if self._tokenizer is not None else None
+        tokens = dict(self._tokenizer.fast.special_tokens_map) if self._tokenizer is not None else {}
+        self.template = self._own_template(settings, tokens)
+        self._request_templates = RequestTemplates(tokens, settings.trust_request_chat_template)
         facts = (__version__, self.info.name, self.info.dtype, self.info.kv_cache_dtype, self.info.device)
         self.fingerprint = f"fp_{hashlib.sha256(repr(facts).encode()).hexdigest()[:10]}"
+
+    def _own_template(self, settings: ServerSettings, tokens: Mapping[str, Any]) -> ChatTemplate | None:
+        """Return the template of the settings, else the checkpoint's; None without a tokenizer or a template."""
+        if self._tokenizer is None:
+            return None
+        if settings.chat_template is not None:
+            return ChatTemplate(read_template(settings.chat_template), tokens)
+        return ChatTemplate.from_tokenizer(self._tokenizer.fast)
 
     def resolve_name(self, name: str | None) -> str:
         """Return the name to answer with.
@@ -87,23 +99,21 @@ class ServedModel:
         """Return a token's text for people; its number without a tokenizer."""
         return self.token_text.name_of(token) if self.token_text is not None else str(token)
 
-    async def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Render a conversation with the model's chat template, ready for the reply: see `ChatTemplate.render`.
+    @asynccontextmanager
+    async def use_template(self, source: str | None = None) -> AsyncIterator[ChatTemplate | None]:
+        """Lend a chat template: the model's, None if it has none, or one that a request brings.
 
         Raises:
-            ApiError: the model has no template, or the template refuses the messages or takes too long.
+            ApiError: 400, requests may not bring templates.
         """
-        if self.template is None:
-            message = "This model has no chat template; use /v1/completions with a prompt of your own."
-            raise invalid(message, "messages", "no_chat_template")
-        return await self.template.render(messages, tools, variables)
+        if source is None:
+            yield self.template
+        else:
+            async with self._request_templates.use(source) as template:
+                yield template
 
     async def close(self) -> None:
-        """End the process that renders templates."""
+        """End the processes that render templates."""
         if self.template is not None:
             await self.template.close()
+        await self._request_templates.close()

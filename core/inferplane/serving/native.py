@@ -206,7 +206,7 @@ async def _prompt(request: NativeRequest, model: ServedModel, native_text: str) 
         messages = [{"role": "user", "content": request.text}]
     if request.system:
         messages = [{"role": "system", "content": request.system}, *messages]
-    return await render_conversation(model, messages), False, word
+    return await render_conversation(model.template, messages), False, word
 
 
 def _sampling(request: NativeRequest) -> dict[str, Any]:

@@ -63,6 +63,10 @@ class ServerSettings:
     quantization: str | None = _model_option("quantization", choices=QUANTIZATIONS)
     load_format: str = _model_option("load_format")
     pooling: str = _model("last", "how a prompt's tokens become one embedding", choices=("last", "mean"), metavar="P")
+    chat_template: str | None = _model(
+        None, "a chat template in place of the checkpoint's: a file, or the template itself", metavar="FILE"
+    )
+    trust_request_chat_template: bool = _model(False, "requests may bring a chat template (`chat_template`)")
     op: tuple[str, ...] = _model_option("ops", default=(), words=f"{help_text('ops')}; repeatable")
     lock: str | None = _model_option("lock")
     strict: bool = _model_option("strict")

@@ -65,7 +65,6 @@ OTHER_OPTIONS: tuple[OtherOption, ...] = tuple(
         (VLLM, "guided_decoding_backend", "", "constraints need the extra `constrained`"),
         (VLLM, "enable_auto_tool_choice tool_call_parser", "", "calls of tools are always recognized"),
         (VLLM, "reasoning_parser", "", "reasoning is part of the text; clients split it off"),
-        (VLLM, "chat_template", "", "the tokenizer's own is used"),
         (VLLM, "disable_log_requests disable_log_stats uvicorn_log_level", "log_level"),
         (VLLM, "task runner", "", "the checkpoint decides; a decoder generates text and makes embeddings"),
         (VLLM, "hf_overrides rope_scaling rope_theta", "", "change the checkpoint's config.json"),

@@ -9,7 +9,7 @@ from inferplane.serving.admission import GenerateCall
 from inferplane.serving.chat.request import ChatRequest, NamedTool, Tool
 from inferplane.serving.chat.tools import ToolPlan, describe_tools
 from inferplane.serving.chat_template.fields import TemplateVariables, list_unread_keys
-from inferplane.serving.chat_template.template import render_conversation
+from inferplane.serving.chat_template.template import ChatTemplate, render_conversation
 from inferplane.serving.constraints import fields as constraints
 from inferplane.serving.constraints.schemas import arguments_schema, relax
 from inferplane.serving.errors import invalid
@@ -64,10 +64,11 @@ async def build_call(request: ChatRequest, model: ServedModel, plan: ToolPlan) -
             raise invalid(f"{name} and a tool_choice that demands a call exclude each other.", name)
         sampling["json_schema"], words["json_schema"] = plan.schema(), "tools"
         ignored = [f"tools.{keyword}" for keyword in plan.not_enforced]
-    template = model.template.facts if model.template is not None else None
-    variables = request.template_variables(template)
-    tools = request.tools if plan.mode != "none" else None
-    text = await render_messages(request.messages, tools, model, variables)
+    async with model.use_template(request.chat_template) as template:
+        facts = template.facts if template is not None else None
+        variables = request.template_variables(facts)
+        tools = request.tools if plan.mode != "none" else None
+        text = await render_messages(request.messages, tools, template, variables)
     return GenerateCall(
         prompts=[text],
         sampling=sampling,
@@ -78,30 +79,30 @@ async def build_call(request: ChatRequest, model: ServedModel, plan: ToolPlan) -
         operation="chat",
         model=request.model or "",
         words=words,
-        ignored=[*ignored, *variables.ignored, *list_unread_keys(request.messages, template)],
+        ignored=[*ignored, *variables.ignored, *list_unread_keys(request.messages, facts)],
     )
 
 
 async def render_messages(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Tool] | None,
-    model: ServedModel,
+    template: ChatTemplate | None,
     variables: TemplateVariables | None = None,
 ) -> str:
-    """Render a conversation with the model's template; tools become text if the template does not support them.
+    """Render a conversation with a template; tools become text if the template does not support them.
 
     Args:
         messages: of `normalize_messages`.
         tools: of the request.
-        model: has the template.
+        template: the model's, or the request's.
         variables: for the template.
 
     Raises:
         ApiError: the template refuses the conversation in every form that is tried.
     """
     given = [t.given for t in tools or ()]
-    needs_description = given and model.template is not None and not model.template.facts.supports_tools
+    needs_description = given and template is not None and not template.facts.supports_tools
     description = describe_tools(given) if needs_description else ""
     variables = variables or TemplateVariables({})
-    text = await render_conversation(model, variables.mark_last(messages), given, description, variables.values)
+    text = await render_conversation(template, variables.mark_last(messages), given, description, variables.values)
     return variables.truncate_at_mark(text)

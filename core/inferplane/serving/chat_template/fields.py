@@ -14,6 +14,7 @@ from pydantic import Field
 
 from inferplane.dialogue.messages import KEYS
 from inferplane.dialogue.template import Template
+from inferplane.serving.chat_template.sources import MAX_CHARACTERS
 from inferplane.serving.errors import invalid
 from inferplane.serving.request_fields import MAX_UNKNOWN
 from inferplane.serving.wire import AtMost, RequestBody
@@ -66,6 +67,9 @@ class TemplateFields(RequestBody):
     )
     add_generation_prompt: bool | None = Field(None, description="End with the beginning of a reply: the default.")
     continue_final_message: bool | None = Field(None, description="Continue the last message in place of a reply.")
+    chat_template: Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)] | None = Field(
+        None, description="A template in place of the model's, if the server's settings allow it."
+    )
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     documents: Annotated[list[dict[str, Any]], AtMost(MAX_DOCUMENTS)] | None = Field(
         None, description="Texts for a template that shows them."

@@ -1,7 +1,4 @@
-"""Chat templates for the server: rendered in a process of their own (`inferplane.dialogue.renderer`), awaited here.
-
-Requests cannot bring templates.
-"""
+"""Chat templates for the server: rendered in a process of their own (`inferplane.dialogue.renderer`), awaited here."""
 
 from __future__ import annotations
 
@@ -39,8 +36,12 @@ class ChatTemplate:
     @classmethod
     def from_tokenizer(cls, tokenizer: Any) -> ChatTemplate | None:
         """Return the template of a tokenizer of transformers; None if it has none."""
-        found = Template.from_tokenizer(tokenizer)
-        return cls(found.source, found.tokens, found.tool_source) if found is not None else None
+        return cls.of(Template.from_tokenizer(tokenizer))
+
+    @classmethod
+    def of(cls, facts: Template | None) -> ChatTemplate | None:
+        """Return what renders a template; None for None."""
+        return cls(facts.source, facts.tokens, facts.tool_source) if facts is not None else None
 
     async def render(
         self,
@@ -69,28 +70,31 @@ class ChatTemplate:
 
 
 async def render_conversation(
-    model: Any,
+    template: ChatTemplate | None,
     messages: Messages,
     tools: Sequence[Mapping[str, Any]] | None = None,
     description: str = "",
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """Render a conversation in the first form that the model's template accepts.
+    """Render a conversation in the first form that a template accepts.
 
     Args:
-        model: a `ServedModel`, which has the template, or refuses.
+        template: None: the model has none.
         messages: of `normalize_messages`.
         tools: of the request.
         description: of the tools, for a template that does not support them.
         variables: further variables of the template.
 
     Raises:
-        ApiError: the template refuses the conversation in every form, or there is none.
+        ApiError: the template refuses the conversation in every form, takes too long, or there is none.
     """
+    if template is None:
+        message = "This model has no chat template; use /v1/completions with a prompt of your own."
+        raise invalid(message, "messages", "no_chat_template")
     refusal = None
-    for plain in forms(model.template.facts, messages, description) if model.template is not None else (messages,):
+    for plain in forms(template.facts, messages, description):
         try:
-            return await model.render(plain, tools, variables)
+            return await template.render(plain, tools, variables)
         except ApiError as error:
             if error.code in ("too_slow", "template_failed"):  # in any form
                 raise

@@ -133,11 +133,12 @@ async def _tokenize(service: Service, body: bytes) -> Response:
         raise invalid("One of prompt and messages is required.", "prompt", "missing_required_parameter")
     ignored: Sequence[str] = ()
     if request.messages is not None:
-        template = model.template.facts if model.template is not None else None
-        variables = request.template_variables(template)
-        text = await render_messages(request.messages, request.tools, model, variables)
+        async with model.use_template(request.chat_template) as template:
+            facts = template.facts if template is not None else None
+            variables = request.template_variables(facts)
+            text = await render_messages(request.messages, request.tools, template, variables)
         special = bool(request.add_special_tokens)
-        ignored = [*variables.ignored, *list_unread_keys(request.messages, template)]
+        ignored = [*variables.ignored, *list_unread_keys(request.messages, facts)]
     else:
         text, special = request.prompt or "", request.add_special_tokens is not False
     ids = await service.encode(text, special=special)

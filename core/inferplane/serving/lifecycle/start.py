@@ -79,6 +79,10 @@ def run(resolved: ResolvedSettings, pins: Mapping[str, str]) -> int:
 
         is_tracing_enabled(settings, os.environ)  # raises what is wrong with it, before anything is loaded
     check_model_and_device(settings)
+    if settings.chat_template is not None:
+        from inferplane.serving.chat_template.sources import read_template
+
+        read_template(settings.chat_template)
     keys = Keys(read_keys(settings))
     os.environ.pop(f"{PREFIX}API_KEY", None)  # what this process starts has no use for it
     check_certificate(settings)
