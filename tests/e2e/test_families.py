@@ -28,3 +28,18 @@ def test_weights_of_experts_whose_scores_are_near_zero(tmp_path):
     model.save_pretrained(tmp_path)
     with LLM(tmp_path, device="cpu", dtype="float32") as llm:
         compare_prompts(model, llm, (101,), 1000)
+
+
+ZEROS = {
+    "ernie4_5_moe": {"rms_norm_eps": 0.0, "moe_norm_min": 0.0},
+    "nemotron_h": {"layer_norm_epsilon": 0.0},
+    "cohere2": {"layer_norm_eps": 0.0},
+}
+
+
+@pytest.mark.parametrize("family", ZEROS)
+def test_zero_is_an_epsilon(family, tmp_path):
+    """What is added before a division, and what bounds a sum or a step from below, may be 0."""
+    case = next(iter(CASES[family]))
+    with pair_of(family, case, tmp_path, **ZEROS[family]) as (model, llm):
+        compare_prompts(model, llm, (33,), 1000)

@@ -39,8 +39,8 @@ def config_of(family: str, case: str, **changes: Any) -> Any:
     return make_config(getattr(transformers, kind), {k: v for k, v in entries.items() if v is not ...})
 
 
-def make(family: str, case: str, folder: Path) -> Any:
+def make(family: str, case: str, folder: Path, **changes: Any) -> Any:
     """Save a random model of a named case; returns transformers' model in float32."""
-    model = random_model(config_of(family, case)).to(torch.float32)
+    model = random_model(config_of(family, case, **changes)).to(torch.float32)
     model.save_pretrained(folder)
     return model

@@ -15,9 +15,9 @@ from tests.families.cases import make
 
 
 @contextmanager
-def pair_of(family: str, case: str, folder: Path) -> Iterator[tuple[Any, LLM]]:
-    """transformers' model of a case, and ours from its folder."""
-    model = make(family, case, folder)
+def pair_of(family: str, case: str, folder: Path, **changes: Any) -> Iterator[tuple[Any, LLM]]:
+    """transformers' model of a case with entries changed, and ours from its folder."""
+    model = make(family, case, folder, **changes)
     with LLM(folder, device="cpu", dtype="float32", max_num_seqs=3, max_num_batched_tokens=48) as llm:
         assert not llm.runner.loaded.unused
         yield model, llm

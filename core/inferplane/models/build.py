@@ -188,7 +188,7 @@ class Build:
 
     @cached_property
     def _rms_norm_eps(self) -> float:
-        return self.config.number("rms_norm_eps", 1e-6)
+        return self.config.number_from_zero("rms_norm_eps", 1e-6)
 
     def offset_rms_norm(self, name: str, width: int) -> RMSNorm:
         """Declare an RMS norm whose weight is stored without its 1."""
@@ -197,12 +197,12 @@ class Build:
     def layer_norm(self, name: str, width: int, entry: str = "layer_norm_eps", *, bias: bool = False) -> LayerNorm:
         """Declare a layer norm; `entry` is the config's entry with its epsilon, `bias` whether it has a bias."""
         bias_weight = Weight((f"{name}.bias",), (width,)) if bias else None
-        return LayerNorm(Weight((f"{name}.weight",), (width,)), self.config.number(entry), bias_weight)
+        return LayerNorm(Weight((f"{name}.weight",), (width,)), self.config.number_from_zero(entry), bias_weight)
 
     def head_norm(self, name: str, heads: int, dim: int, shard: Shard) -> LayerNorm:
         """Declare a layer norm of each of this rank's heads; `shard` is their slice of the weight."""
         weight = Weight((f"{name}.weight",), (heads, dim), shard=WHOLE if self.placement.tp_size == 1 else shard)
-        return LayerNorm(weight, self.config.number("layer_norm_eps"))
+        return LayerNorm(weight, self.config.number_from_zero("layer_norm_eps"))
 
     def width_norm(self, name: str, dim: int, heads: int, shard: Shard) -> WidthRMSNorm:
         """Declare an RMS norm over all heads together.
@@ -222,7 +222,7 @@ class Build:
                 there_is="numbers of ranks that divide the number of heads",
             )
         weight = Weight((f"{name}.weight",), (heads // ranks * dim,), shard=WHOLE if ranks == 1 else shard)
-        return WidthRMSNorm(weight, self.config.number("rms_norm_eps", 1e-6), heads * dim, self.reduce())
+        return WidthRMSNorm(weight, self.config.number_from_zero("rms_norm_eps", 1e-6), heads * dim, self.reduce())
 
     def add_rms_norm(self, name: str, width: int) -> AddRMSNorm:
         """Declare an RMS norm that first adds the residual."""

@@ -37,10 +37,10 @@ def told(error):
 # ------------------------------------------------------------------ configs
 
 EITHER = [
-    ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6', not a number above 0"),
+    ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6', not a number from 0"),
     ({"rms_norm_eps": [1e-6]}, "rms_norm_eps"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
-    ({"rms_norm_eps": -1e-6}, "rms_norm_eps"),
+    ({"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06, not a number from 0"),
     ({"rms_norm_eps": True}, "rms_norm_eps"),
     ({"max_position_embeddings": "512"}, "max_position_embeddings is '512', not a positive integer"),
     ({"max_position_embeddings": 512.5}, "max_position_embeddings"),

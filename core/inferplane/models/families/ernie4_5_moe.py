@@ -60,7 +60,7 @@ def ernie4_5_moe(build: Build) -> CausalLM:
     count = "moe_num_experts"
     total, layers = config.size(count), config.size("num_hidden_layers")
     chosen = experts_per_token(config, count, entry_of_chosen="moe_k")
-    route = MoERoute(None, chosen, "softmax", least_sum=config.number("moe_norm_min"))
+    route = MoERoute(None, chosen, "softmax", least_sum=config.number_from_zero("moe_norm_min"))
     shared = SharedExperts(config.count("moe_num_shared_experts") * config.size("moe_intermediate_size"))
     first, step, last = config.count("moe_layer_start_index"), config.size("moe_layer_interval"), layers - 1
     if config["moe_layer_end_index"] != -1:

@@ -69,7 +69,7 @@ def llama4(build: Build) -> CausalLM:
     windows = [chunk if kind == KINDS[0] else None for kind in kinds]
     ropes = rotate_some(rotation(build, dim, interleaved=True), rotated)
     attention = grouped_query_attention(build, bias=bias, out_bias=bias, windows=windows, ropes=ropes)
-    norm = RMSNorm(Weight((), (dim,), make=lambda: torch.ones(dim)), config.number("rms_norm_eps"))
+    norm = RMSNorm(Weight((), (dim,), make=lambda: torch.ones(dim)), config.number_from_zero("rms_norm_eps"))
     factors = Weight((), (positions,), torch.float32, make=make_factors)
 
     def attend(i: int, name: str) -> GQABlock:

@@ -71,8 +71,9 @@ def nemotron_h(build: Build) -> CausalLM:
         kernel=config.size("conv_kernel"),
         conv_bias=config.flag("use_conv_bias"),
         bias=config.flag("use_bias"),
-        eps=config.number("rms_norm_eps"),
-        dt_limits=(config.number("time_step_min"), math.inf),  # transformers does not bound those of single tokens
+        eps=config.number_from_zero("rms_norm_eps"),
+        # transformers does not bound those of single tokens
+        dt_limits=(config.number_from_zero("time_step_min"), math.inf),
     )
     attention, bias = grouped_query_attention(build, ropes=[None] * len(kinds)), config.flag("mlp_bias")
     blocks = dict[str, Any](mamba=mixer, attention=attention)

@@ -166,7 +166,7 @@ def mamba2_of_config(build: Build, inner: int | None = None) -> dict[str, Any]:
         "kernel": config.size("mamba_d_conv"),
         "conv_bias": config.flag("mamba_conv_bias"),
         "bias": config.flag("mamba_proj_bias"),
-        "eps": config.number("rms_norm_eps"),
+        "eps": config.number_from_zero("rms_norm_eps"),
         "dt_limits": _step_limits(config),
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -149,12 +149,25 @@ class Config(dict[str, Any]):
         Raises:
             CheckpointError: missing without a default, or something else.
         """
+        return self._read_number(key, default, lambda value: value > 0, "not a number above 0")
+
+    def number_from_zero(self, key: str, default: float | None = None) -> float:
+        """A finite number that is 0 or more, as an epsilon may be; `default` when it is missing or null.
+
+        Raises:
+            CheckpointError: missing without a default, or something else.
+        """
+        return self._read_number(key, default, lambda value: value >= 0, "not a number from 0")
+
+    def _read_number(
+        self, key: str, default: float | None, is_allowed: Callable[[float], bool], otherwise: str
+    ) -> float:
         value = self.get(key)
         value = default if value is None else value
         if value is None:
             return float(self.need(key))
-        if not is_number(value) or value <= 0:
-            raise self._wrong_entry(key, "not a number above 0")
+        if not is_number(value) or not is_allowed(value):
+            raise self._wrong_entry(key, otherwise)
         return float(value)
 
     def factor(self, key: str) -> float:

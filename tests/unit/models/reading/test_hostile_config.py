@@ -79,7 +79,7 @@ ENTRIES = {
     "plain layers a number": (QWEN3_MOE, {"mlp_only_layers": 3}, "mlp_only_layers is 3"),
     "more experts a token than there are": (QWEN3_MOE, {"num_experts_per_tok": 9}, "exceeds num_experts = 8"),
     "window 0": ({**LLAMA, "architectures": ["MistralForCausalLM"]}, {"sliding_window": 0}, "sliding_window is 0"),
-    "epsilon of 400 digits": (LLAMA, {"rms_norm_eps": 10**400}, "rms_norm_eps is 1000.*not a number above 0"),
+    "epsilon of 400 digits": (LLAMA, {"rms_norm_eps": 10**400}, "rms_norm_eps is 1000.*not a number from 0"),
     "base of 400 digits": (LLAMA, {"rope_theta": 10**400}, "rope_theta"),
     "base that overflows": (
         LLAMA,
