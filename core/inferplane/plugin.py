@@ -42,11 +42,13 @@ Inferplane finds the plugin by an entry point of its wheel:
 or, without installation, by `INFERPLANE_PLUGINS=inferplane_toy.plugin`. A larger backend registers the dotted name
 "inferplane_toy.backend:ToyBackend" instead of the class, so that its module is imported only if the device is probed
 or chosen. The other hooks are `inferplane_register_kernels(register)`, which adds kernels to another plugin's device,
-`inferplane_register_quantization(register)`, `inferplane_register_models(register)` and `inferplane_on_event(event)`.
+`inferplane_register_quantization(register)`, `inferplane_register_models(register)`,
+`inferplane_register_reply_forms(register)` and `inferplane_on_event(event)`.
 """
 
 import typing
 
+from inferplane.dialogue.replies.forms import ReasoningForm, ReplyForm, ToolForm
 from inferplane.errors import (
     BindError,
     CapacityError,
@@ -161,6 +163,8 @@ __all__ = [
     "Presence",
     "Probe",
     "QTensor",
+    "ReasoningForm",
+    "ReplyForm",
     "Row",
     "StateCache",
     "StateRequest",
@@ -168,6 +172,7 @@ __all__ = [
     "StateSlots",
     "StateTensor",
     "StepKind",
+    "ToolForm",
     "UnsupportedModelError",
     "UsageError",
     "Weight",

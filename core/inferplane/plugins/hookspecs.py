@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import pluggy
 
+from inferplane.dialogue.replies.forms import ReplyForm
 from inferplane.types import Backend, Kernel, WeightFormat
 
 PROJECT = "inferplane"
@@ -66,6 +67,13 @@ class RegisterModel(Protocol):
     def __call__(self, architecture: str, target: str | Callable[..., Any]) -> None: ...
 
 
+class RegisterReplyForms(Protocol):
+    """`register(name, form)`: how a family of models writes thoughts and tool calls: a `ReplyForm` of that name.
+    Forms of plugins are tried before those in-tree."""
+
+    def __call__(self, name: str, form: ReplyForm) -> None: ...
+
+
 @hookspec
 def inferplane_register_backends(register: RegisterBackend) -> None:
     """Register backends: kinds of hardware that users name with `device=`."""
@@ -87,6 +95,11 @@ def inferplane_register_models(register: RegisterModel) -> None:
 
 
 @hookspec
+def inferplane_register_reply_forms(register: RegisterReplyForms) -> None:
+    """Register forms of thoughts and tool calls, by the names that users choose them by."""
+
+
+@hookspec
 def inferplane_on_event(event: Event) -> None:
     """Observe an event. Called on the thread of the event, so return fast. Never called while a token is computed."""
 
@@ -98,6 +111,7 @@ HOOKS: dict[str, tuple[str, ...]] = {
         inferplane_register_kernels,
         inferplane_register_quantization,
         inferplane_register_models,
+        inferplane_register_reply_forms,
         inferplane_on_event,
     )
 }

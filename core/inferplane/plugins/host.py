@@ -11,6 +11,8 @@ from typing import Any, cast
 
 import pluggy
 
+from inferplane.dialogue.replies.catalog import register_reply_forms
+from inferplane.dialogue.replies.forms import ReplyForm
 from inferplane.errors import InferplaneError, PluginError
 from inferplane.plugins import discovery, hookspecs
 from inferplane.plugins.claims import settle
@@ -22,6 +24,7 @@ from inferplane.plugins.records import (
     Claim,
     DeviceEntry,
     LoadedPlugin,
+    Origin,
     Quarantined,
     Stage,
     call_guarded,
@@ -68,15 +71,20 @@ class PluginHost:
         devices = settle([c for c in claims if choice.excludes(c.name) is None], choice, devices=True)
         models = settle([claim for r in registered for claim in r.models], choice, devices=False)
         quantization = settle([claim for r in registered for claim in r.quantization], choice, devices=False)
-        for outcome in (devices, models, quantization):
+        in_tree = _register_in_tree()
+        forms = [claim for r in (*registered, in_tree) for claim in r.reply_forms]
+        reply_forms = settle(forms, choice, devices=False)
+        for outcome in (devices, models, quantization, reply_forms):
             self._quarantined += outcome.losers
         claimed = {claim.name for r in registered for claim in (*r.devices, *r.models, *r.quantization)}
+        claimed |= {claim.name for claim in forms}
         claimed |= {claim.name.partition(":")[0] for claim in claims}
         for name in sorted((choice.claims.keys() - claimed) | (choice.claims.keys() & devices.vacant.keys())):
             devices.vacant[name] = self._explain_unserved(name, choice.claims[name])
         self._devices = Devices(devices, choice, self._quarantined)
         self._models = {name: claim.target for name, claim in models.winners.items()}
         self._formats = quantization
+        self._reply_forms = [claim.target for claim in forms if reply_forms.winners.get(claim.name) is claim]
         self._extra_kernels: list[Claim] = [claim for r in registered for claim in r.kernels]
         self._notes = [f"{VARIABLE}: -{item} excludes nothing" for item in sorted(choice.excluded - used)]
         served = {*devices.winners, *devices.vacant}
@@ -182,6 +190,10 @@ class PluginHost:
         """Quantization method -> the weight format that a plugin registered for it, or its dotted name."""
         return {name: claim.target for name, claim in self._formats.winners.items()}
 
+    def reply_forms(self) -> tuple[ReplyForm, ...]:
+        """Forms of thoughts and tool calls in the order in which they are tried: plugins' own, then those in-tree."""
+        return tuple(self._reply_forms)
+
     def vacant_formats(self) -> dict[str, str]:
         """Quantization method that several plugins registered -> why none of them reads it, as a sentence."""
         return dict(self._formats.vacant)
@@ -250,6 +262,14 @@ class PluginHost:
         records = [str(r) for r in self._quarantined if is_same_distribution(r.distribution, distribution)]
         state = f"is quarantined: {'; '.join(records)}" if records else "is not installed or does not serve it"
         return f"{VARIABLE} gives it to {distribution}, which {state}"
+
+
+def _register_in_tree() -> Registrations:
+    """Register the reply forms of core, checked as those of plugins are."""
+    registrations = Registrations(Origin(OURS, "(core)", "replies", "inferplane.dialogue.replies", in_tree=True))
+    register_reply_forms(registrations.callback("inferplane_register_reply_forms"))
+    registrations.close()
+    return registrations
 
 
 def _extra(claim: Claim) -> list[Kernel]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from inferplane.dialogue.replies.forms import ReplyForm
 from inferplane.errors import PluginError
 from inferplane.plugins.hookspecs import HOOKS
 from inferplane.plugins.records import Claim, Origin
@@ -34,16 +35,19 @@ class Registrations:
         self.kernels: list[Claim] = []
         self.quantization: list[Claim] = []
         self.models: list[Claim] = []
+        self.reply_forms: list[Claim] = []
         self._open = True
 
     def callback(self, hook: str) -> Callable[[str, Any], None]:
         """The callback to pass to this hook."""
-        return {
+        callbacks: dict[str, Callable[[str, Any], None]] = {
             "inferplane_register_backends": self._backend,
             "inferplane_register_kernels": self._kernels,
             "inferplane_register_quantization": self._quantization,
             "inferplane_register_models": self._model,
-        }[hook]
+            "inferplane_register_reply_forms": self._reply_form,
+        }
+        return callbacks[hook]
 
     def close(self) -> None:
         """Refuse later calls, because a plugin may store a callback."""
@@ -77,6 +81,14 @@ class Registrations:
 
     def _model(self, architecture: str, target: str | Callable[..., Any]) -> None:
         self._add_named(self.models, "architecture", architecture, target)
+
+    def _reply_form(self, name: str, form: ReplyForm) -> None:
+        _check(name, _WORD, "reply form", "letters, digits, '_', '.', '-'")
+        if not isinstance(form, ReplyForm):
+            raise PluginError(f"reply form {name!r}: {form!r} is not a ReplyForm.")
+        if form.name != name:
+            raise PluginError(f"reply form {name!r}: its name is {form.name!r}.", remedy="register it by its name")
+        self._add(self.reply_forms, "reply form", name, form)
 
     def _add_named(self, into: list[Claim], what: str, name: str, target: Any) -> None:
         _check(name, _WORD, what, "letters, digits, '_', '.', '-'")

@@ -1,0 +1,225 @@
+"""The forms of thoughts and calls that models write, as tables of marks.
+
+Sources: the chat templates in the models' repositories on https://huggingface.co, and for DeepSeek V3.2 and gpt-oss the
+encodings that are published with them. Each table names one.
+"""
+
+from __future__ import annotations
+
+from inferplane.dialogue.replies.forms import ReasoningForm, ToolForm
+
+# ------------------------------------------------------------------ thoughts
+
+THINK = ReasoningForm("<think>", "</think>", template_marks=("</think>",))
+"""DeepSeek R1 to V3.2, Qwen 3, GLM-4.5, Kimi K2, MiniMax M2, and most others."""
+THINK_ANSWER = ReasoningForm(
+    "<think>", "</think>", answer_begin="<answer>", answer_end="</answer>", template_marks=("</think>", "<answer>")
+)
+"""Hunyuan. Source: https://huggingface.co/tencent/Hunyuan-A13B-Instruct."""
+THINK_RESPONSE = ReasoningForm(
+    "<think>", "</think>", answer_begin="<response>", answer_end="</response>", template_marks=("<think>", "<response>")
+)
+"""ERNIE 4.5 and Granite 3.3. Sources: https://huggingface.co/baidu/ERNIE-4.5-21B-A3B-Thinking,
+https://huggingface.co/ibm-granite/granite-3.3-8b-instruct."""
+THOUGHT_PROCESS = ReasoningForm(
+    "Here is my thought process:",
+    "Here is my response:",
+    other_begin_marks=("Here's my thought process:",),
+    other_end_marks=("Here's my response:",),
+    padding=" \n",
+    template_marks=("Here is my thought process:",),
+)
+"""Granite 3.2. Source: https://huggingface.co/ibm-granite/granite-3.2-8b-instruct."""
+THINK_BRACKETS = ReasoningForm("[THINK]", "[/THINK]", template_marks=("[THINK]",))
+"""Magistral. Source: https://huggingface.co/mistralai/Magistral-Small-2509."""
+SEED_THINK = ReasoningForm("<seed:think>", "</seed:think>", template_marks=("<seed:think>",))
+"""Source: https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct."""
+THOUGHT = ReasoningForm("<thought>", "</thought>", template_marks=("<thought>",))
+"""Source: https://huggingface.co/LGAI-EXAONE/EXAONE-Deep-7.8B."""
+START_THINKING = ReasoningForm(
+    "<|START_THINKING|>",
+    "<|END_THINKING|>",
+    answer_begin="<|START_RESPONSE|>",
+    answer_end="<|END_RESPONSE|>",
+    template_marks=("<|START_THINKING|>",),
+)
+"""Command A and R7B. Source: https://docs.cohere.com/docs/command-a-hf."""
+HARMONY_ANALYSIS = ReasoningForm(
+    "<|channel|>analysis<|message|>",
+    "<|end|>",
+    forced_end="<|end|><|start|>assistant<|channel|>final<|message|>",
+    answer_begin="<|start|>assistant<|channel|>final<|message|>",
+    answer_end="<|return|>",
+    template_marks=("<|channel|>", "analysis"),
+)
+"""gpt-oss. Source: https://developers.openai.com/cookbook/articles/openai-harmony."""
+
+# ------------------------------------------------------------------ calls
+
+JSON_CALLS = ToolForm("json")
+"""JSON without marks, at the beginning of an answer."""
+FENCED_CALLS = ToolForm("json", begin="```json", end="```", separator="\n")
+PLAIN_FENCED_CALLS = ToolForm("json", begin="```", end="```", separator="\n")
+HERMES_CALLS = ToolForm(
+    "json", begin="<tool_call>", end="</tool_call>", separator="\n", template_marks=("<tool_call>",)
+)
+"""Hermes, Qwen 2.5 and 3, SmolLM3, EXAONE 4, Granite 4, ERNIE 4.5. Source: https://huggingface.co/Qwen/Qwen3-8B."""
+QWEN_CODER_CALLS = ToolForm(
+    "parameters",
+    begin="<tool_call>",
+    end="</tool_call>",
+    call_begin="<function=",
+    call_end="</function>",
+    name_end=">",
+    key_begin="<parameter=",
+    key_end_marks=((">", "schema"),),
+    value_end="</parameter>",
+    value_padding="\n",
+    separator="\n",
+    template_marks=("<tool_call>", "<function="),
+)
+"""Qwen3-Coder, Qwen 3.5, Nemotron 3. Source: https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Instruct."""
+SEED_CALLS = ToolForm(
+    "parameters",
+    begin="<seed:tool_call>",
+    end="</seed:tool_call>",
+    call_begin="<function=",
+    call_end="</function>",
+    name_end=">",
+    key_begin="<parameter=",
+    key_end_marks=((">", "schema"),),
+    value_end="</parameter>",
+    value_padding="\n",
+    separator="\n",
+    template_marks=("<seed:tool_call>",),
+)
+"""Source: https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct."""
+GLM_CALLS = ToolForm(
+    "parameters",
+    call_begin="<tool_call>",
+    call_end="</tool_call>",
+    key_begin="<arg_key>",
+    key_end_marks=(("</arg_key>", "schema"),),
+    value_begin="<arg_value>",
+    value_end="</arg_value>",
+    separator="\n",
+    template_marks=("<arg_key>",),
+)
+"""GLM-4.5 to 4.7. Source: https://huggingface.co/zai-org/GLM-4.5."""
+MINIMAX_CALLS = ToolForm(
+    "parameters",
+    begin="<minimax:tool_call>",
+    end="</minimax:tool_call>",
+    call_begin='<invoke name="',
+    call_end="</invoke>",
+    name_end='">',
+    key_begin='<parameter name="',
+    key_end_marks=(('">', "schema"),),
+    value_end="</parameter>",
+    separator="\n",
+    template_marks=("<minimax:tool_call>",),
+)
+"""MiniMax M2. Source: https://huggingface.co/MiniMaxAI/MiniMax-M2, docs/tool_calling_guide.md."""
+DSML_CALLS = ToolForm(
+    "parameters",
+    begin="<｜DSML｜function_calls>",
+    end="</｜DSML｜function_calls>",
+    call_begin='<｜DSML｜invoke name="',
+    call_end="</｜DSML｜invoke>",
+    name_end='">',
+    key_begin='<｜DSML｜parameter name="',
+    key_end_marks=(('" string="true">', "text"), ('" string="false">', "json")),
+    value_end="</｜DSML｜parameter>",
+    separator="\n\n",
+    tokens=("｜DSML｜",),
+    template_marks=("｜DSML｜",),
+)
+"""DeepSeek V3.2. Source: https://huggingface.co/deepseek-ai/DeepSeek-V3.2, folder encoding."""
+DEEPSEEK_CALLS = ToolForm(
+    "named_json",
+    begin="<｜tool▁calls▁begin｜>",
+    end="<｜tool▁calls▁end｜>",
+    call_begin="<｜tool▁call▁begin｜>",
+    call_end="```<｜tool▁call▁end｜>",
+    headers=("function<｜tool▁sep｜>{name}\n```json\n",),
+    tokens=("<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+    template_marks=("<｜tool▁sep｜>", "```json"),
+)
+"""DeepSeek V3 and R1. Source: https://huggingface.co/deepseek-ai/DeepSeek-R1-0528."""
+DEEPSEEK_31_CALLS = ToolForm(
+    "named_json",
+    begin="<｜tool▁calls▁begin｜>",
+    end="<｜tool▁calls▁end｜>",
+    call_begin="<｜tool▁call▁begin｜>",
+    call_end="<｜tool▁call▁end｜>",
+    headers=("{name}<｜tool▁sep｜>",),
+    tokens=("<｜tool▁sep｜>",),
+    template_marks=("<｜tool▁sep｜>",),
+)
+"""Source: https://huggingface.co/deepseek-ai/DeepSeek-V3.1."""
+KIMI_CALLS = ToolForm(
+    "named_json",
+    begin="<|tool_calls_section_begin|>",
+    end="<|tool_calls_section_end|>",
+    call_begin="<|tool_call_begin|>",
+    call_end="<|tool_call_end|>",
+    headers=("functions.{name}:{index}<|tool_call_argument_begin|>", "{name}:{index}<|tool_call_argument_begin|>"),
+    id_form="functions.{name}:{index}",
+    tokens=("<|tool_call_argument_begin|>",),
+    template_marks=("<|tool_call_argument_begin|>",),
+)
+"""Source: https://huggingface.co/moonshotai/Kimi-K2-Instruct, docs/tool_call_guidance.md."""
+MISTRAL_CALLS = ToolForm(
+    "named_json",
+    call_begin="[TOOL_CALLS]",
+    headers=("{name}[ARGS]", "{name}[CALL_ID]{id}[ARGS]", "{name}"),
+    tokens=("[ARGS]", "[CALL_ID]"),
+    template_marks=("[TOOL_CALLS]", "[ARGS]"),
+)
+"""Mistral's tokenizers from version 11 on. Source: https://huggingface.co/mistralai/Magistral-Small-2509."""
+MISTRAL_LIST_CALLS = ToolForm("json", begin="[TOOL_CALLS]", template_marks=("[TOOL_CALLS]",))
+"""Mistral's earlier tokenizers. Source: https://huggingface.co/mistralai/Mistral-7B-Instruct-v0.3."""
+LLAMA_CALLS = ToolForm(
+    "json",
+    argument_keys=("parameters", "arguments"),
+    template_marks=('"parameters"', "<|start_header_id|>"),
+)
+"""Llama 3.1 to 3.3. Source: https://huggingface.co/meta-llama/Llama-3.1-8B-Instruct."""
+LLAMA_TAG_CALLS = ToolForm("json", begin="<|python_tag|>", argument_keys=("parameters", "arguments"))
+PYTHON_CALLS = ToolForm("python", template_marks=("func_name1(",))
+"""Llama 3.2 and 4. Source: https://www.llama.com/docs/model-cards-and-prompt-formats/llama4."""
+LLAMA_4_CALLS = ToolForm("python", begin="<|python_start|>", end="<|python_end|>")
+LFM_CALLS = ToolForm(
+    "python", begin="<|tool_call_start|>", end="<|tool_call_end|>", template_marks=("<|tool_list_start|>",)
+)
+"""Source: https://huggingface.co/LiquidAI/LFM2-1.2B."""
+OLMO_CALLS = ToolForm(
+    "python", begin="<function_calls>", end="</function_calls>", separator="\n", template_marks=("<function_calls>",)
+)
+"""Source: https://huggingface.co/allenai/Olmo-3-7B-Instruct."""
+GRANITE_CALLS = ToolForm("json", begin="<|tool_call|>", template_marks=("<|tool_call|>",))
+"""Granite 3. Source: https://huggingface.co/ibm-granite/granite-3.3-8b-instruct."""
+PHI_CALLS = ToolForm("json", begin="<|tool_call|>", end="<|/tool_call|>", template_marks=("<|/tool|>",))
+"""Source: https://huggingface.co/microsoft/Phi-4-mini-instruct."""
+TOOL_CALLS_LIST = ToolForm(
+    "json", begin="<tool_calls>", end="</tool_calls>", separator="\n", template_marks=("<tool_calls>",)
+)
+"""Hunyuan, Jamba, MiniMax M1. Source: https://huggingface.co/tencent/Hunyuan-A13B-Instruct."""
+NEMOTRON_CALLS = ToolForm("json", begin="<TOOLCALL>", end="</TOOLCALL>", template_marks=("<TOOLCALL>",))
+"""Nemotron Nano 2. Source: https://huggingface.co/nvidia/NVIDIA-Nemotron-Nano-9B-v2."""
+COMMAND_CALLS = ToolForm(
+    "json",
+    begin="<|START_ACTION|>",
+    end="<|END_ACTION|>",
+    name_keys=("tool_name",),
+    argument_keys=("parameters",),
+    id_keys=("tool_call_id",),
+    template_marks=("<|START_ACTION|>",),
+)
+"""Command A and R7B. Source: https://docs.cohere.com/docs/command-a-hf."""
+HARMONY_CALLS = ToolForm(
+    "harmony",
+    tokens=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
+    template_marks=("<|channel|>", "commentary"),
+)
+"""gpt-oss. Source: https://developers.openai.com/cookbook/articles/openai-harmony."""
