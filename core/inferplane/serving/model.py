@@ -99,6 +99,22 @@ class ServedModel:
         """Return a token's text for people; its number without a tokenizer."""
         return self.token_text.name_of(token) if self.token_text is not None else str(token)
 
+    def describe_tokenizer(self) -> dict[str, Any]:
+        """Return what a client has to know to prepare prompts by itself: the tokenizer's class, its special tokens as
+        text (None: there is none) and the chat template.
+
+        Raises:
+            UsageError: there is no tokenizer.
+        """
+        fast = self._require_tokenizer().fast
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        return {
+            "tokenizer_class": type(fast).__name__,
+            **{name: getattr(fast, name, None) for name in names},
+            "model_max_length": self.info.max_model_len,
+            "chat_template": self.template.facts.source if self.template is not None else None,
+        }
+
     @asynccontextmanager
     async def use_template(self, source: str | None = None) -> AsyncIterator[ChatTemplate | None]:
         """Lend a chat template: the model's, None if it has none, or one that a request brings.

@@ -33,7 +33,7 @@ WRITTEN = """
 task: ours_written
 output_type: generate_until
 doc_to_target: "{{choices[label]}}"
-generation_kwargs: {until: ["\\n"], max_gen_toks: 16}
+generation_kwargs: {until: ["\\n"], max_gen_toks: 64}
 filter_list: [{name: plain, filter: [{function: remove_whitespace}]}]
 metric_list: [{metric: exact_match}]
 """

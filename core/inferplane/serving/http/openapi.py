@@ -33,6 +33,7 @@ BODIES: dict[str, tuple[Models, Models]] = {
     "/v1/models/{model}": ((), (text.ModelCard,)),
     "/tokenize": ((text.TokenizeRequest,), (text.TokenizeResponse,)),
     "/detokenize": ((text.DetokenizeRequest,), (text.DetokenizeResponse,)),
+    "/tokenizer_info": ((), (text.TokenizerInfo,)),
     **dict.fromkeys(("/health", "/v2/health/live", "/v2/health/ready"), ((), (operation.HealthBody,))),
     "/version": ((), (operation.VersionBody,)),
 }

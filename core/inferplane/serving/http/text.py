@@ -1,6 +1,8 @@
-"""Routes about text and models that do not generate: tokenize, detokenize, models.
+"""Routes about text and models that do not generate: tokenize, detokenize, tokenizer_info, models.
 
-`/tokenize` and `/detokenize` have the same form as in other servers.
+Those about tokens have the same form as in other servers
+(https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html). The chat template is no secret: a client can
+read it from the tokens that `/tokenize` makes of a conversation.
 """
 
 from __future__ import annotations
@@ -60,6 +62,18 @@ class DetokenizeResponse(JsonObject):
     prompt: str
 
 
+class TokenizerInfo(JsonObject):
+    """What `tokenizer_config.json` says, as far as clients need it; special tokens as text."""
+
+    tokenizer_class: str
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    model_max_length: int
+    chat_template: str | None
+
+
 class ModelCard(JsonObject):
     """The served model, under one of its names."""
 
@@ -109,6 +123,13 @@ def routes(service: Service) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         return await _detokenize(service, await request.body())
+
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        try:
+            return JSONResponse(service.ready_model.describe_tokenizer())
+        except UsageError as error:
+            raise invalid(error.what, "model") from error
 
     return router
 
