@@ -23,7 +23,7 @@ import family_page
 import torch
 
 from inferplane.cli.evidence import Evidence
-from inferplane.engine.clients.other_engines import table
+from inferplane.engine.request.other_engines import table
 from inferplane.gguf import ARCHITECTURES as GGUF_ARCHITECTURES
 from inferplane.gguf.types import READ as GGUF_TYPES
 from inferplane.models import ARCHITECTURES

@@ -182,7 +182,7 @@ for verb in VERBS:
 heavy = {"torch", "transformers", "numpy", "pluggy", "msgspec", "inferplane.plugins"}
 heavy |= {name for name in sys.modules if name.startswith("inferplane.engine.")} - {
     "inferplane.engine.clients", "inferplane.engine.clients.options",  # the record that flags are made from
-    "inferplane.engine.clients.other_engines",  # a table for unknown flags
+    "inferplane.engine.request.other_engines",  # a table for unknown flags
     "inferplane.engine.request", "inferplane.engine.request.arguments", "inferplane.engine.request.params",
 }
 heavy &= set(sys.modules)

@@ -12,7 +12,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from inferplane.engine.clients.options import ALL_OPTIONS, SpeculativeOptions, check_quantization, flags, help_text
-from inferplane.engine.clients.other_engines import advice, as_flag
+from inferplane.engine.request.other_engines import advice, as_flag
 from inferplane.errors import UsageError
 
 if TYPE_CHECKING:

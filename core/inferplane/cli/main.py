@@ -21,6 +21,7 @@ from inferplane.cli.arguments import PROGRAM, Parser, device_words
 from inferplane.cli.error_wording import ErrorWording
 from inferplane.cli.screen import Screen
 from inferplane.cli.signals import INTERRUPTED, TERMINATED, Terminated
+from inferplane.engine.request.other_engines import OTHER_VERBS
 from inferplane.errors import CapacityError, InferplaneError, UsageError
 from inferplane.hub.settings import OFFLINE_VARIABLE, forbid_downloads
 
@@ -201,6 +202,8 @@ def _help() -> str:
 def _unknown(verb: str) -> UsageError:
     if verb.startswith("-"):
         remedy = f"options stand behind the verb: {PROGRAM} VERB {verb}"
+    elif verb in OTHER_VERBS:
+        remedy = OTHER_VERBS[verb]
     elif close := difflib.get_close_matches(verb.lower(), VERBS, n=1):
         remedy = f"perhaps `{PROGRAM} {close[0]}` was meant"
     elif verb == "demo" or Path(verb).exists():

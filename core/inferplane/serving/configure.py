@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from inferplane.engine.clients.options import quantization_remedy
-from inferplane.engine.clients.other_engines import advice
+from inferplane.engine.request.other_engines import advice
 from inferplane.errors import UsageError
 from inferplane.serving import source_names
 from inferplane.serving.settings import ALIASES, FIELDS, ServerSettings

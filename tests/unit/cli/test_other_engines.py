@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from inferplane import LLM, SamplingParams
 from inferplane.cli.main import VERBS, WRONG_USAGE, verb_parser
 from inferplane.engine.clients.options import ALL_OPTIONS
-from inferplane.engine.clients.other_engines import OTHER_OPTIONS, advice, as_flag, table
+from inferplane.engine.request.other_engines import OTHER_OPTIONS, OTHER_VERBS, advice, as_flag, table
 from inferplane.errors import UsageError
 from inferplane.serving.configure import resolve
 from inferplane.serving.settings import FIELDS
@@ -51,6 +52,12 @@ from inferplane.serving.settings import FIELDS
         (("serve", "--hf-overrides", "{}"), "vLLM's --hf-overrides has no counterpart here: change the checkpoint's"),
         (("serve", "--root-path", "/x"), "vLLM's --root-path has no counterpart here: the proxy in front"),
         (("serve", "--mmproj", "x"), "llama.cpp's --mmproj has no counterpart here: images are not supported"),
+        (("serve", "--num-ctx", "4096"), "Ollama's --num-ctx is --max-model-len here (tokens of one sequence)"),
+        (("serve", "--mm-processor-kwargs", "{}"), "has no counterpart here: images are not supported"),
+        (
+            ("generate", "--repeat-penalty", "1.1"),
+            "llama.cpp's and Ollama's --repeat-penalty is the field repetition_penalty of requests here",
+        ),
         (("serve", "--seed", "1"), "vLLM's --seed is the field seed of requests here (a parameter of each request)"),
         (("serve", "--tasks", "x"), "see `inferplane serve --help`"),
         (("serve", "--zebra-crossing", "x"), "see `inferplane serve --help`"),
@@ -80,6 +87,34 @@ def test_llm_says_what_to_use_here(name, remedy):
     with pytest.raises(UsageError, match=f"LLM takes no {name}") as caught:
         LLM("demo", **{name: 1})
     assert remedy in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("guided_decoding", "vLLM's guided_decoding is json_schema here (or regex, grammar)"),
+        ("num_predict", "Ollama's num_predict is max_tokens here"),
+        ("repeat_penalty", "llama.cpp's and Ollama's repeat_penalty is repetition_penalty here"),
+        ("skip_special_tokens", "vLLM's skip_special_tokens has no counterpart here: results have text and token_ids"),
+        ("top_q", "perhaps top_p was meant"),
+    ],
+)
+def test_parameters_of_sampling_say_what_to_use_here(name, remedy):
+    with pytest.raises(UsageError, match=f"SamplingParams takes no {name}") as caught:
+        SamplingParams(**{name: 1})
+    assert remedy in caught.value.remedy
+
+
+@pytest.mark.parametrize("verb", OTHER_VERBS)
+def test_verbs_of_other_commands_are_answered(cli, verb):
+    code, out, err = cli(verb, "qwen3:0.6b")
+    assert (code, out) == (WRONG_USAGE, "") and verb not in VERBS
+    shown = " ".join(err.split())
+    assert f"There is no verb {verb!r}" in shown and OTHER_VERBS[verb] in shown
+    for named in re.findall(r"`inferplane (\w+)", OTHER_VERBS[verb]):
+        assert named in VERBS
+    for flag in re.findall(r"--[a-z-]+", OTHER_VERBS[verb]):
+        assert flag in FLAGS
 
 
 def test_settings_say_what_to_use_here(tmp_path):

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from inferplane.engine.clients.other_engines import advice
 from inferplane.engine.request.arguments import (
     DRAFT_ALIASES,
     DRAFT_METHODS,
@@ -24,6 +23,7 @@ from inferplane.engine.request.arguments import (
     as_integer,
     current_names,
 )
+from inferplane.engine.request.other_engines import advice
 from inferplane.engine.request.params import unknown_keyword
 from inferplane.errors import UsageError
 

@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from numbers import Real
 from typing import Any, ParamSpec, TypeVar
 
+from inferplane.engine.request.other_engines import advice
 from inferplane.errors import UsageError, deprecation_message
 
 P = ParamSpec("P")
@@ -58,7 +59,9 @@ def check_keywords(call: Callable[P, R]) -> Callable[P, R]:
     def checked(*args: P.args, **more: P.kwargs) -> R:
         for name in more:
             if name not in known:
-                raise unknown_keyword(call.__qualname__.removesuffix(".__init__"), name, more[name], names)
+                raise unknown_keyword(
+                    call.__qualname__.removesuffix(".__init__"), name, more[name], names, advice(name)
+                )
         return call(*args, **more)
 
     return checked
