@@ -14,6 +14,10 @@ from inferplane.cli.main import main
 from inferplane.engine import ModelFiles
 from inferplane.errors import UsageError
 from inferplane.models.convert import convert
+from tests.e2e.gguf_files import convert_falcon_h1, convert_nemotron_h
+from tests.e2e.tiny_models import logits_of as logits_of_transformers
+from tests.e2e.tiny_models import prompts
+from tests.families.cases import make
 from tests.unit.gguf.files import SHAPES, llama, random_blocks, write
 
 PROMPT = [1, 5, 9, 30]
@@ -97,6 +101,32 @@ def test_a_folder_with_one_file(file, tmp_path):
     (tmp_path / "other.gguf").symlink_to(file)
     with pytest.raises(UsageError, match=r"holds 2 GGUF models: model\.gguf, other\.gguf"):
         ModelFiles(tmp_path)
+
+
+RECURRENT = [
+    ("nemotron_h", "mixed", convert_nemotron_h, {}),
+    ("nemotron_h", "odd", convert_nemotron_h, {}),
+    ("nemotron_h", "experts", convert_nemotron_h, {}),
+    ("falcon_h1", "factors", convert_falcon_h1, {"mamba_norm_before_gate": False}),
+    ("falcon_h1", "norms", convert_falcon_h1, {"mamba_d_ssm": 128, "tie_word_embeddings": False, "mlp_bias": False}),
+]
+"""Family, case, how its file is written, and entries without which llama.cpp would compute something else."""
+
+
+@pytest.mark.parametrize(("family", "case", "write_file", "changes"), RECURRENT)
+def test_models_with_mamba_2(family, case, write_file, changes, tmp_path):
+    """A file as llama.cpp's converter writes it gives transformers' logits, and so does the folder made of it."""
+    model = make(family, case, tmp_path / "model", **changes)
+    file = write_file(tmp_path / "model", model.config, tmp_path / "model.gguf")
+    ids = prompts(model.config.vocab_size, (70,))
+    want = logits_of_transformers(model, ids[0])
+    with LLM(file, device="cpu", dtype="float32", max_num_seqs=1) as llm:
+        assert not llm.runner.loaded.unused
+        got = llm.logits(ids)[0]
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+    convert(file, tmp_path / "folder")
+    again = type(model).from_pretrained(tmp_path / "folder").eval()
+    assert (logits_of_transformers(again, ids[0]) - want).abs().max() <= 1e-5 * want.abs().max()
 
 
 @pytest.mark.parametrize("verb", ["explain", "estimate"])

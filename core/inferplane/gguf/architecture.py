@@ -72,7 +72,8 @@ class Architecture:
         model_type: the config's.
         config: the metadata -> entries of the config besides the common ones.
         modules: of a layer.
-        outside: names outside the layers besides `OUTSIDE`.
+        outside: names outside the layers besides `OUTSIDE`, or in place of these.
+        inside: what the published names of layers begin with.
         interleaved: modules of a layer whose rows are in the order in which adjacent entries rotate.
         norms_add: what the file has added to the weights of norms.
         theta: the base of rotary frequencies that files do not state.
@@ -90,6 +91,7 @@ class Architecture:
     theta: float = 10000.0
     rest: Layer | None = None
     moe: Architecture | None = None
+    inside: str = "model.layers"
 
 
 ARCHITECTURES: dict[str, Architecture] = {}
@@ -149,7 +151,7 @@ def attention(meta: Metadata, theta: float = 10000.0) -> Entries:
         "num_attention_heads": meta.heads,
         "num_key_value_heads": meta.kv_heads,
         "head_dim": meta.head_dim,
-        "intermediate_size": meta.size("feed_forward_length", 0) or meta.size("expert_feed_forward_length"),
+        "intermediate_size": meta.size_of_some("feed_forward_length", 0) or meta.size("expert_feed_forward_length"),
         "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon", 1e-6),
         "rope_parameters": rotary(meta, theta),
     }
@@ -201,7 +203,7 @@ def list_tensors(meta: Metadata, tensors: Mapping[str, TensorEntry]) -> dict[str
         elif name not in DERIVED and layer is None:
             unknown.append(name)
     for number, parts in layers.items():
-        prefix = f"model.layers.{number}."
+        prefix = f"{form.inside}.{number}."
         if form.rest is not None:
             found.update((prefix + name, tensor) for name, tensor in form.rest(meta, number, parts))
         for name, entry in parts.items():

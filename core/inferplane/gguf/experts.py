@@ -53,7 +53,7 @@ def routing(meta: Metadata) -> Entries:
     return {
         "num_experts": meta.size("expert_count"),
         "num_experts_per_tok": meta.size("expert_used_count"),
-        "moe_intermediate_size": meta.size("expert_feed_forward_length", meta.size("feed_forward_length", 0)),
+        "moe_intermediate_size": meta.size("expert_feed_forward_length", meta.size_of_some("feed_forward_length", 0)),
     }
 
 
@@ -116,7 +116,7 @@ def as_row(entry: TensorEntry) -> TensorEntry:
 
 def fine_grained(meta: Metadata) -> Entries:
     """Entries of routing in the form of DeepSeek: groups, first dense layers, shared experts, a factor."""
-    found = routing(meta)
+    found, groups = routing(meta), meta.size("expert_group_count", 1) or 1
     return {
         "n_routed_experts": found["num_experts"],
         "num_experts_per_tok": found["num_experts_per_tok"],
@@ -125,8 +125,8 @@ def fine_grained(meta: Metadata) -> Entries:
         "first_k_dense_replace": meta.size("leading_dense_block_count", 0),
         "routed_scaling_factor": meta.number("expert_weights_scale", 1.0) or 1.0,
         "norm_topk_prob": meta.flag("expert_weights_norm"),
-        "n_group": meta.size("expert_group_count", 1) or 1,
-        "topk_group": meta.size("expert_group_used_count", 1) or 1,
+        "n_group": groups,
+        "topk_group": meta.size("expert_group_used_count", 1 if groups == 1 else None) or 1,
     }
 
 
@@ -143,7 +143,7 @@ def deepseek2(meta: Metadata) -> Entries:
         rope |= {"beta_fast": 32.0, "beta_slow": 1.0} | rope
         mscale = meta.number("rope.scaling.yarn_log_multiplier", 0.0) / 0.1
         rope |= {"mscale": round(mscale, 6), "mscale_all_dim": round(mscale, 6)} if mscale else {}
-    corrected = any(name.endswith(".exp_probs_b.bias") for name in meta.tensors)
+    corrected = meta.has_tensor(".exp_probs_b.bias")
     default = SIGMOID if corrected else SOFTMAX
     is_v3 = meta.size("expert_gating_func", default) == SIGMOID
     out = {

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from inferplane.gguf.architecture import ARCHITECTURES, Architecture, Entries, ModuleNames, StoredTensor
-from inferplane.gguf.dense import LLAMA, PAIRS, granite, plain
-from inferplane.gguf.experts import EXPERTS, ONE_SHARED, granite_moe, qwen2_moe, routing
+from inferplane.gguf.dense import ATTENTION, LLAMA, PAIRS, granite, plain
+from inferplane.gguf.experts import EXPERTS, ONE_SHARED, fine_grained, granite_moe, qwen2_moe, routing
 from inferplane.gguf.header import TensorEntry
 from inferplane.gguf.metadata import Metadata
 
@@ -53,6 +53,21 @@ MAMBA: ModuleNames = {
     "ssm_norm.weight": "mamba.norm.weight",
     "ssm_out": "mamba.out_proj",
 }
+FALCON_FACTORS = (
+    *("embedding_multiplier", "lm_head_multiplier", "key_multiplier"),
+    *("attention_in_multiplier", "attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"),
+)
+"""Entries of Falcon-H1's configs, besides two lists."""
+NEMOTRON_NAMES = {
+    "mamba_d_conv": "conv_kernel",
+    "mamba_d_state": "ssm_state_size",
+    "mamba_n_groups": "n_groups",
+    "mamba_n_heads": "mamba_num_heads",
+    "mamba_d_head": "mamba_head_dim",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_proj_bias": "use_bias",
+}
+"""Nemotron-H's names of the entries of its mixers."""
 
 
 def lfm2(meta: Metadata) -> Entries:
@@ -70,7 +85,7 @@ def lfm2(meta: Metadata) -> Entries:
 
 def lfm2_moe(meta: Metadata) -> Entries:
     """Entries of LFM2 with experts, chosen by sigmoids with a bias."""
-    corrected = any(name.endswith(".exp_probs_b.bias") for name in meta.tensors)
+    corrected = meta.has_tensor(".exp_probs_b.bias")
     norm = meta.flag("expert_weights_norm", True)
     first = meta.size("leading_dense_block_count", 0)
     return {
@@ -167,29 +182,105 @@ def by_value_head(meta: Metadata, number: int, parts: dict[str, TensorEntry]) ->
         yield f"linear_attn.{title}", stored
 
 
-def granite_hybrid(meta: Metadata) -> Entries:
-    """Entries of Granite 4: Mamba-2 where there are no heads of keys and values."""
-    counts = meta.sizes("attention.head_count_kv", meta.layers)
-    out = granite_moe(meta) if meta.size("expert_count", 0) else {**granite(meta), "num_local_experts": 0}
+def mamba_2(meta: Metadata) -> Entries:
+    """Entries of Mamba-2's mixers, as most configs name them."""
     heads, inner = meta.size("ssm.time_step_rank"), meta.size("ssm.inner_size")
     return {
-        **out,
-        "architectures": ["GraniteMoeHybridForCausalLM"],
-        "model_type": "granitemoehybrid",
-        "layer_types": ["attention" if count else "mamba" for count in counts],
-        "shared_intermediate_size": meta.size("expert_shared_feed_forward_length", meta.size("feed_forward_length")),
         "mamba_d_conv": meta.size("ssm.conv_kernel"),
         "mamba_d_state": meta.size("ssm.state_size"),
         "mamba_n_groups": meta.size("ssm.group_count"),
         "mamba_n_heads": heads,
         "mamba_d_head": inner // max(heads, 1),
-        "mamba_expand": inner // meta.size("embedding_length"),
-        "mamba_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in meta.tensors),
-        "mamba_proj_bias": any(name.endswith(".ssm_in.bias") for name in meta.tensors),
+        "mamba_conv_bias": meta.has_tensor(".ssm_conv1d.bias"),
+        "mamba_proj_bias": meta.has_tensor(".ssm_in.bias"),
+    }
+
+
+def granite_hybrid(meta: Metadata) -> Entries:
+    """Entries of Granite 4: Mamba-2 where there are no heads of keys and values."""
+    counts = meta.sizes("attention.head_count_kv", meta.layers)
+    out = granite_moe(meta) if meta.size("expert_count", 0) else {**granite(meta), "num_local_experts": 0}
+    return {
+        **out,
+        **mamba_2(meta),
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "layer_types": ["attention" if count else "mamba" for count in counts],
+        "shared_intermediate_size": meta.size("expert_shared_feed_forward_length", meta.size("feed_forward_length")),
+        "mamba_expand": meta.size("ssm.inner_size") // meta.size("embedding_length"),
         "position_embedding_type": "rope" if meta.flag("rope.scaling.finetuned") else "nope",
     }
 
 
+def falcon_h1(meta: Metadata) -> Entries:
+    """Entries of Falcon-H1, whose factors files have in the weights."""
+    return {
+        **plain(meta),
+        **dict.fromkeys(FALCON_FACTORS, 1.0),
+        "mlp_multipliers": [1.0] * 2,
+        "ssm_multipliers": [1.0] * 5,
+        **mamba_2(meta),
+        "mamba_d_ssm": meta.size("ssm.inner_size"),
+        "projectors_bias": meta.has_tensor(".ssm_out.bias"),
+        "mamba_rms_norm": meta.has_tensor(".ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+    }
+
+
+def _kind_of(meta: Metadata, number: int) -> str:
+    """What a layer of Nemotron-H is, by its tensors."""
+    for name, kind in (("ssm_in", "mamba"), ("attn_q", "attention"), ("ffn_gate_inp", "moe")):
+        if f"blk.{number}.{name}.weight" in meta.tensors:
+            return kind
+    return "mlp"
+
+
+def nemotron_h(meta: Metadata) -> Entries:
+    """Entries of Nemotron-H, whose layers have one block each."""
+    mixer = mamba_2(meta)
+    kinds = [_kind_of(meta, number) for number in range(meta.layers)]
+    out = {key: value for key, value in plain(meta).items() if key not in ("hidden_act", "rope_parameters")}
+    out["layer_norm_epsilon"] = out.pop("rms_norm_eps")
+    if "moe" in kinds:
+        shared = meta.size("expert_shared_feed_forward_length")
+        out |= {**fine_grained(meta), "moe_shared_expert_intermediate_size": shared}
+    if meta.has("moe_latent_size"):
+        out["moe_latent_size"] = meta.size("moe_latent_size")
+    return {
+        **out,
+        "layers_block_type": kinds,
+        "mlp_hidden_act": "relu2",
+        "attention_bias": meta.has_tensor(".attn_q.bias"),
+        "mlp_bias": meta.has_tensor(".ffn_up.bias") or meta.has_tensor(".ffn_up_shexp.bias"),
+        **{title: mixer[name] for name, title in NEMOTRON_NAMES.items()},
+    }
+
+
+_MIXER: ModuleNames = {name: to.replace("mamba.", "mixer.") for name, to in MAMBA.items() if isinstance(to, str)}
+NEMOTRON: ModuleNames = {
+    **_MIXER,
+    "attn_norm": "norm",
+    "attn_q": "mixer.q_proj",
+    "attn_k": "mixer.k_proj",
+    "attn_v": "mixer.v_proj",
+    "attn_output": "mixer.o_proj",
+    "ffn_up": "mixer.up_proj",
+    "ffn_down": "mixer.down_proj",
+    "ffn_gate_inp": "mixer.gate",
+    "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+    "ffn_up_exps": "mixer.experts.{e}.up_proj",
+    "ffn_down_exps": "mixer.experts.{e}.down_proj",
+    "ffn_up_shexp": "mixer.shared_experts.up_proj",
+    "ffn_down_shexp": "mixer.shared_experts.down_proj",
+}
+_NEMOTRON = Architecture(
+    "NemotronHForCausalLM",
+    "nemotron_h",
+    nemotron_h,
+    NEMOTRON,
+    outside={"token_embd.weight": "backbone.embeddings.weight", "output_norm.weight": "backbone.norm_f.weight"},
+    inside="backbone.layers",
+)
 _GRANITE = ARCHITECTURES["granitemoe"].modules
 _SHARED: ModuleNames = {
     "ffn_gate": "block_sparse_moe.shared_mlp.gate_proj",
@@ -226,5 +317,22 @@ ARCHITECTURES |= {
         granite_hybrid,
         {**_GRANITE, **MAMBA, **_SHARED},
         interleaved=PAIRS,
+    ),
+    "nemotron_h": _NEMOTRON,
+    "nemotron_h_moe": _NEMOTRON,
+    "falcon-h1": Architecture(
+        "FalconH1ForCausalLM",
+        "falcon_h1",
+        falcon_h1,
+        {
+            **ATTENTION,
+            **MAMBA,
+            "ffn_norm": "pre_ff_layernorm.weight",  # as files have it, without a suffix
+            "ffn_norm.weight": "pre_ff_layernorm.weight",
+            "ffn_gate": "feed_forward.gate_proj",
+            "ffn_up": "feed_forward.up_proj",
+            "ffn_down": "feed_forward.down_proj",
+        },
+        outside={"output_norm.weight": "model.final_layernorm.weight"},
     ),
 }

@@ -85,6 +85,21 @@ class Metadata:
             return [int(number) for number in value[:count]]
         return [self.size(key, default)] * count
 
+    def size_of_some(self, key: str, default: int | None = None) -> int:
+        """An integer from 1 that some layers have, while others have 0; 0 if all have 0.
+
+        Raises:
+            CheckpointError: it is missing without a default, differs between layers, or is something else.
+        """
+        found = set(self.sizes(key, self.layers, default)) - {0}
+        if len(found) > 1:
+            raise self.wrong(f"{self.architecture}.{key}", sorted(found))
+        return found.pop() if found else 0
+
+    def has_tensor(self, suffix: str) -> bool:
+        """Whether some tensor's name ends like this."""
+        return any(name.endswith(suffix) for name in self.tensors)
+
     def flags(self, key: str) -> list[bool] | None:
         """Truth values by layer; None if they are missing.
 
@@ -152,10 +167,10 @@ class Metadata:
     @property
     def kv_heads(self) -> int:
         """Number of key and value heads; where layers without attention have 0, that of the others."""
-        counts = set(self.sizes("attention.head_count_kv", self.layers, self.heads)) - {0}
-        if len(counts) != 1:
-            raise self.wrong(f"{self.architecture}.attention.head_count_kv", sorted(counts))
-        return counts.pop()
+        count = self.size_of_some("attention.head_count_kv", self.heads)
+        if not count:
+            raise self.wrong(f"{self.architecture}.attention.head_count_kv", count)
+        return count
 
     @property
     def head_dim(self) -> int:

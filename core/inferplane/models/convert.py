@@ -17,6 +17,7 @@ from inferplane.gguf.opened import GGUFModel
 from inferplane.models.reading.checkpoint import INDEX, SINGLE
 from inferplane.models.reading.config import Config
 from inferplane.models.reading.gguf_source import GGUFSource
+from inferplane.models.reading.names import CONVOLUTION
 from inferplane.models.registry import constructor
 from inferplane.types import Shard
 
@@ -109,7 +110,7 @@ def _read(source: GGUFSource, names: list[str], dtype: torch.dtype | None) -> It
         assert shape is not None and stored is not None
         out = torch.empty(shape, dtype=dtype or stored)
         source.read_into(name, out, Shard())
-        yield name, out
+        yield name, out[:, None] if CONVOLUTION.fullmatch(name) and out.ndim == 2 else out
 
 
 def _stack(source: GGUFSource, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:

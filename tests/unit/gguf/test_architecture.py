@@ -11,8 +11,11 @@ from inferplane.errors import CheckpointError, UnsupportedModelError
 from inferplane.gguf import ARCHITECTURES, Metadata, make_config
 from inferplane.gguf.metadata import decimal
 from inferplane.gguf.opened import GGUFModel
+from inferplane.models.build import Build
+from inferplane.models.reading.config import Config
 from inferplane.models.reading.gguf_source import GGUFSource
 from inferplane.models.registry import ARCHITECTURES as FAMILIES
+from inferplane.models.registry import build
 from tests.unit.gguf.files import llama, random_blocks, write
 
 LLAMA = {
@@ -70,6 +73,33 @@ def test_llama_3s_factors_become_its_settings():
     odd = [1.0] * 20 + [3.0] * 12
     rope = config(values, {"rope_freqs.weight": (32,)}, lambda name: odd)["rope_parameters"]
     assert rope["rope_type"] == "longrope" and rope["long_factor"] == odd and rope["attention_factor"] == 1.0
+
+
+NEMOTRON = {
+    **{key.replace("llama.", "nemotron_h_moe."): value for key, value in LLAMA.items()},
+    "general.architecture": "nemotron_h_moe",
+    "nemotron_h_moe.attention.head_count_kv": np.array([2, 0]),
+    "nemotron_h_moe.feed_forward_length": np.array([0, 96]),
+    "nemotron_h_moe.expert_count": 8,
+    "nemotron_h_moe.expert_used_count": 2,
+    "nemotron_h_moe.expert_shared_feed_forward_length": 40,
+    **{f"nemotron_h_moe.ssm.{key}": 8 for key in ("conv_kernel", "state_size", "group_count", "time_step_rank")},
+    "nemotron_h_moe.ssm.inner_size": 64,
+}
+LAYERS = {"blk.0.attn_q.weight": (64, 64), "blk.1.ffn_gate_inp.weight": (8, 64)}
+
+
+def test_a_config_of_nemotron_h():
+    found = config(NEMOTRON, LAYERS)
+    assert found["layers_block_type"] == ["attention", "moe"] and found["n_routed_experts"] == 8
+    assert (found["mamba_head_dim"], found["moe_intermediate_size"], found["topk_group"]) == (8, 96, 1)
+    latent = config({**NEMOTRON, "nemotron_h_moe.moe_latent_size": 32}, LAYERS)
+    with pytest.raises(UnsupportedModelError, match="moe_latent_size = 32 is not implemented"):
+        build(Build(Config(latent)))
+    with pytest.raises(CheckpointError, match=r"lacks nemotron_h_moe\.expert_group_used_count"):
+        config({**NEMOTRON, "nemotron_h_moe.expert_group_count": 4}, LAYERS)
+    with pytest.raises(CheckpointError, match="feed_forward_length"):
+        config({**NEMOTRON, "nemotron_h_moe.feed_forward_length": np.array([40, 96])}, LAYERS)
 
 
 def test_every_architecture_is_one_of_a_family():

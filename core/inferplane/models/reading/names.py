@@ -25,7 +25,8 @@ _FUSED = re.compile(
     r"(.*\.)(?:mlp|block_sparse_moe|feed_forward)\.experts\.(gate_up_proj|down_proj)(?:\.weight)?(_scale_inv|_scale)?"
 )
 
-_CONVOLUTION = re.compile(r".*\.conv(?:1d)?\.weight")
+CONVOLUTION = re.compile(r".*\.conv(?:1d)?\.weight")
+"""Names of depthwise convolutions, which are published as `[C, 1, k]`."""
 _GRANITE = re.compile(r"(.*\.)(block_sparse_moe|shared_mlp)\.(input|output)_linear\.weight")
 _GRANITE_PARTS = {"input": "gate_up_proj", "output": "down_proj"}
 
@@ -77,7 +78,7 @@ def canonical_names(entries: Mapping[str, Entry], config: Config) -> dict[str, E
             found.update(_experts(fused, entry, expert_names))
         elif name.endswith("e_score_correction_bias") and len(entry.shape) == 2 and entry.shape[0] == 1:
             found[name] = replace(entry, shape=entry.shape[1:])
-        elif _CONVOLUTION.fullmatch(name) and len(entry.shape) == 3 and entry.shape[1] == 1:
+        elif CONVOLUTION.fullmatch(name) and len(entry.shape) == 3 and entry.shape[1] == 1:
             found[name] = replace(entry, shape=(entry.shape[0], entry.shape[2]))
         else:
             found[name if block == "mlp" else name.replace(".mlp.", f".{block}.")] = entry
