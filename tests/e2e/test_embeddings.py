@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from inferplane import LLM, AsyncLLM, SamplingParams
-from inferplane.engine.request.embedding import finish_embedding
+from inferplane.engine.clients.embedding import finish_embedding
 from inferplane.errors import CapacityError, GenerationError, UsageError
 from tests.e2e.drafters import noisy_copy
 from tests.e2e.tiny_models import make, prompts

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from inferplane.dialogue.messages import normalize_messages
+from inferplane.engine.sampling.spans.token_text import TokenText
 from inferplane.errors import UsageError
 from inferplane.serving.chat.call import render_messages
 from inferplane.serving.chat.request import ChatRequest
@@ -18,7 +19,6 @@ from inferplane.serving.http.completions import CompletionRendering, CompletionR
 from inferplane.serving.http.text import TokenizeRequest
 from inferplane.serving.native import NativeRequest, build_call
 from inferplane.serving.rendering import GeneratedChoice
-from inferplane.serving.token_text import TokenText
 from inferplane.serving.wire import validate
 
 REQUESTS = (ChatRequest, TokenizeRequest, NativeRequest)

@@ -11,11 +11,11 @@ import pytest
 
 import inferplane
 from inferplane.engine.request.text import Tokenizer
+from inferplane.engine.sampling.spans.token_text import TokenText
 from inferplane.serving.chat.call import render_messages
 from inferplane.serving.chat.request import ChatRequest
 from inferplane.serving.chat_template.template import ChatTemplate
 from inferplane.serving.errors import ApiError
-from inferplane.serving.token_text import TokenText
 from inferplane.serving.wire import validate
 
 DEMO = Path(inferplane.__file__).parent / "models" / "demo"

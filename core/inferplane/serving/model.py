@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inferplane import __version__
+from inferplane.engine.sampling.spans.token_text import TokenText
 from inferplane.errors import UsageError
 from inferplane.serving.chat_template.sources import RequestTemplates, read_template
 from inferplane.serving.chat_template.template import ChatTemplate
 from inferplane.serving.errors import ApiError
 from inferplane.serving.settings import ServerSettings
-from inferplane.serving.token_text import TokenText
 
 if TYPE_CHECKING:
     from inferplane.engine import AsyncLLM

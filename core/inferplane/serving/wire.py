@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJson
 from pydantic_core import PydanticKnownError, core_schema
 
 from inferplane.dialogue.messages import MessageError, normalize_messages
+from inferplane.engine.request.fields import MAX_COUNT
 from inferplane.engine.request.params import (
     MAX_BIASES,
-    MAX_COUNT,
     MAX_LOGPROBS,
     MAX_SEED,
     MAX_SEQUENCES,

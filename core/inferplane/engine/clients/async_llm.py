@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from inferplane.engine.clients.async_chat import stream_reply
 from inferplane.engine.clients.client import EngineClient, Health, ModelInfo, Question, RequestId, Submission
+from inferplane.engine.clients.embedding import check_dimensions, embedding_params, finish_embedding
 from inferplane.engine.clients.streams import OnPiece, Streams
 from inferplane.engine.request import arguments
-from inferplane.engine.request.embedding import check_dimensions, embedding_params, finish_embedding
 from inferplane.engine.request.params import SamplingParams, check_keywords
 from inferplane.engine.request.results import Delta
 from inferplane.engine.request.text import Tokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from threading import RLock
 from typing import Any
 
@@ -11,6 +12,10 @@ from inferplane.engine.request.params import SamplingParams
 from inferplane.engine.request.text import Detokenizer, Tokenizer, end_ids
 from inferplane.engine.runner.model_files import ModelFiles
 from inferplane.engine.sampling.grammars import Grammars
+from inferplane.engine.sampling.spans.constraints import ModelFacts
+from inferplane.engine.sampling.spans.marks import MarkedTokens
+from inferplane.engine.sampling.spans.start import start_constraint
+from inferplane.engine.sampling.spans.token_text import TokenText
 from inferplane.errors import CheckpointError, UsageError
 
 
@@ -28,7 +33,8 @@ class InputProcessor:
         self._end_ids = _end_ids(files)  # once: the folder may be gone, or another's, while the model serves
         self._tokenizer: Tokenizer | None = None
         self._grammars: Grammars | None = None
-        self._loading = RLock()  # guards the tokenizer and the grammars
+        self._tokens: MarkedTokens | None = None
+        self._loading = RLock()  # guards the tokenizer, the grammars and the tokens
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -65,35 +71,48 @@ class InputProcessor:
 
     def detokenizer(self, prompt: list[int], params: SamplingParams) -> Detokenizer:
         """A new decoder for the tokens generated after `prompt`, which stops at the stop strings of `params`."""
-        return Detokenizer(self.tokenizer, params.stop or (), prompt)
+        visible = self.tokenizer.find_ids(params.visible_tokens) if params.visible_tokens else frozenset[int]()
+        return Detokenizer(self.tokenizer, params.stop or (), prompt, visible)
 
     def constraint(self, params: SamplingParams, vocab: int) -> Constraint | None:
-        """The compiled constraint of the parameters at its initial state, compiled or from the cache; None when they
-        have none.
+        """What constrains the text of the parameters, or counts its thought, at its initial state, with grammars that
+        are compiled or from the cache; None when they have none.
 
         Args:
-            params: with a JSON schema, a regular expression or a grammar, or none.
+            params: with a JSON schema, a regular expression, a grammar, structural tags or a reasoning span, or none.
             vocab: V, columns of the model's logits, which masks must cover.
 
         Raises:
             UsageError: it is not valid, not supported, or too complex, or the model has no usable tokenizer.
         """
-        if params.constraint is None:
+        if params.reasoning is None and not params.needs_grammar:
             return None
         with self._loading:
-            if self._grammars is None:
-                try:
-                    tokenizer = self.tokenizer
-                except (UsageError, CheckpointError) as error:
-                    what = f"A {params.constraint[0]} constrains text, which needs the model's tokenizer. {error.what}"
-                    raise UsageError(what, remedy="add its tokenizer.json, or leave the constraint out") from error
-                self._grammars = Grammars(tokenizer.fast, vocab, self.end_ids())
-        return self._grammars.start(params)
+            try:
+                tokenizer = self.tokenizer
+            except (UsageError, CheckpointError) as error:
+                what = f"A {_constraint_name(params)} concerns text, which needs the model's tokenizer. {error.what}"
+                raise UsageError(what, remedy="add its tokenizer.json, or leave it out") from error
+            end_ids = self.end_ids()
+            if self._grammars is None and params.needs_grammar:
+                self._grammars = Grammars(tokenizer.fast, vocab, end_ids)
+            if self._tokens is None:
+                encode = partial(tokenizer.encode, special=False)
+                self._tokens = MarkedTokens(TokenText(tokenizer.fast).bytes_of, encode, vocab)
+        facts = ModelFacts(self._tokens, frozenset(i for i in end_ids if i < vocab), -(-vocab // 32))
+        return start_constraint(params, facts, self._grammars if params.needs_grammar else None)
 
     def close(self) -> None:
         """End the process that compiles grammars, if it runs; a later constraint starts another."""
         if self._grammars is not None:
             self._grammars.close()
+
+
+def _constraint_name(params: SamplingParams) -> str:
+    """What of the parameters needs a tokenizer."""
+    if params.constraint is not None:
+        return params.constraint[0]
+    return "structural tag" if params.structural_tags else "reasoning span"
 
 
 def _end_ids(files: ModelFiles) -> frozenset[int]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from inferplane.dialogue.messages import normalize_messages
+from inferplane.engine.clients.embedding import check_dimensions, embedding_params, finish_embedding
 from inferplane.engine.clients.engine_lock import EngineLock
 from inferplane.engine.clients.inputs import InputProcessor
 from inferplane.engine.clients.options import EngineOptions, options_text, signature_with_options
@@ -19,7 +20,6 @@ from inferplane.engine.loop.prompt_logits import prompt_logits
 from inferplane.engine.request import arguments
 from inferplane.engine.request.arguments import Prompt as Prompt
 from inferplane.engine.request.constraint import Constraint
-from inferplane.engine.request.embedding import check_dimensions, embedding_params, finish_embedding
 from inferplane.engine.request.params import SamplingParams, check_keywords
 from inferplane.engine.request.results import Delta, Result
 from inferplane.engine.request.seeds import as_int64, child_seed
@@ -97,8 +97,8 @@ class LLM:
         return self._inputs.end_ids()
 
     def constraint(self, params: SamplingParams) -> Constraint | None:
-        """Compile the JSON schema, regular expression or grammar of the parameters, or take it from the cache: its
-        initial state for one sequence; None when they have none. From any thread; compiling may take seconds.
+        """Compile what constrains the text of the parameters, or take it from the cache: its initial state for one
+        sequence, with the count of its thought; None when they have none. From any thread; compiling may take seconds.
 
         Raises:
             UsageError: it is not valid, not supported, or too complex.

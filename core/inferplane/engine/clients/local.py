@@ -65,7 +65,7 @@ class LocalEngine:
         on; the request's `timeout_s` counts from this call.
         """
         answer, arrived = Future[None](), time.monotonic()
-        if submission.params.constraint is not None:
+        if submission.params.needs_grammar:
             with self._lock:
                 self._compiling[sink, submission.request_id] = False
             with contextlib.suppress(RuntimeError):  # closed; the engine's own error says so
@@ -152,7 +152,7 @@ class LocalEngine:
             if self._compiling.get((sink, submission.request_id)) or (
                 params.timeout_s is not None and time.monotonic() - arrived >= params.timeout_s
             ):  # the result is not needed: queued without a constraint, it ends before it runs
-                submission = replace(submission, params=replace(params, json_schema=None, regex=None, grammar=None))
+                submission = replace(submission, params=params.without_grammars)
             else:
                 constraint = self.llm.constraint(params)
         except BaseException as error:

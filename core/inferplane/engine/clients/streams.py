@@ -122,7 +122,7 @@ class OpenStream:
         rejects it. If `timeout_s` ends before, returns the stream's last piece ("timeout"), otherwise None.
         """
         params = self._submission.params
-        arrived, limit = time.monotonic(), None if params.constraint is None else params.timeout_s
+        arrived, limit = time.monotonic(), params.timeout_s if params.needs_grammar else None
         queued = self._client.submit(self._submission, self._box)
         self._is_held = True
         queued.add_done_callback(self._pass_answer)

@@ -294,8 +294,7 @@ class Engine:
             if request.constraint is not None:
                 request.constraint.accept([token])
             self._time(request, now)
-            ended = token in request.end_ids or (request.constraint is not None and request.constraint.ended)
-            if ended or (request.text is not None and request.text.push([token])):
+            if request.push_text(token):
                 return "stop"
             if len(request.generated) >= request.params.max_tokens:
                 return "length"

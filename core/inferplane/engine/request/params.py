@@ -7,14 +7,30 @@ import inspect
 import json
 import math
 import operator
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from numbers import Real
 from typing import Any, ParamSpec, TypeVar
 
+from inferplane.engine.request.fields import (
+    MAX_COUNT,
+    MAX_GRAMMAR_BYTES,
+    MAX_MARK_CHARACTERS,
+    MAX_STRUCTURAL_TAGS,
+    MAX_TAG_GRAMMARS_BYTES,
+    MAX_VISIBLE_TOKENS,
+    ReasoningSpan,
+    StructuralTag,
+    are_tags,
+    are_texts,
+    as_tuple,
+    describe_value,
+    is_integer,
+    is_number,
+    is_text,
+)
 from inferplane.engine.request.other_engines import advice
 from inferplane.errors import UsageError, deprecation_message
 
@@ -28,8 +44,6 @@ MAX_TEMPERATURE = 1e6
 """Above this the probabilities of a model's tokens no longer differ in float32, in which they are computed."""
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
 """Logits that are divided or multiplied by these are finite in float32."""
-MAX_COUNT = 2**31 - 1
-"""Largest number of tokens, and largest token id, that a parameter may name; steps hold them in 64 bits or fewer."""
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 """Seeds are signed 64-bit integers in messages and tensors: beyond, two seeds would be one."""
 MAX_STOP_TOKEN_IDS = 1024
@@ -37,7 +51,6 @@ MAX_BIASES = 1024
 MAX_SEQUENCES = 128
 MAX_LOGPROBS = 20
 POOLINGS = ("last", "mean")
-MAX_GRAMMAR_BYTES = {"json_schema": 64 * 1024, "regex": 4 * 1024, "grammar": 64 * 1024}
 BEYOND_LIMITS = "The constraint cannot be followed any further"
 """Begins the error of a sequence whose constraint exceeds a limit while it runs; the server tells it by these words."""
 
@@ -120,10 +133,17 @@ class SamplingParams:
             of at most 64 KiB.
         regex: the whole text matches this regular expression (Rust's syntax), at most 4 KiB.
         grammar: the text belongs to this context-free grammar (llguidance's dialect of Lark), at most 64 KiB.
+        reasoning: how the model writes its thought before the answer: a `ReasoningSpan`, or a mapping of its fields.
+            Its tokens are counted, it may be limited, and a constraint begins after it. None: all text is answer.
+        structural_tags: parts of the text that belong to a grammar from a trigger on, such as calls of tools: each a
+            `StructuralTag`, or a mapping of its fields; at most 64. Held as a tuple.
+        visible_tokens: special tokens, as the tokenizer spells them, that stay in the text; others are left out of it.
+            Those that the tokenizer does not have change nothing. At most 256. Held as a tuple.
         timeout_s: seconds from arrival after which the request is ended; None waits for ever.
 
     Raises:
-        UsageError: a value lies outside its range, or more than one of json_schema, regex and grammar is given.
+        UsageError: a value lies outside its range, or more than one of json_schema, regex, grammar and structural_tags
+            is given.
     """
 
     max_tokens: int = 16
@@ -147,10 +167,13 @@ class SamplingParams:
     json_schema: str | Mapping[str, Any] | None = None
     regex: str | None = None
     grammar: str | None = None
+    reasoning: ReasoningSpan | None = None
+    structural_tags: Sequence[StructuralTag] = ()
+    visible_tokens: str | Sequence[str] = ()
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name, convert in (("stop", _several), ("stop_token_ids", _several), ("logit_bias", _dict)):
+        for name, convert in _CONVERTED:
             self._set(name, convert, getattr(self, name))
         for names, convert in ((_FLOATS, _plain), (_INTEGERS, plain_integer)):
             for name in names:
@@ -165,8 +188,11 @@ class SamplingParams:
             except TypeError:  # a word where a number belongs, and the like
                 ok = False
             if not ok:
-                raise UsageError(f"SamplingParams: {name} = {_short(getattr(self, name))}.", there_is=f"values {rule}")
+                raise UsageError(
+                    f"SamplingParams: {name} = {describe_value(getattr(self, name))}.", there_is=f"values {rule}"
+                )
         given = [name for name in MAX_GRAMMAR_BYTES if getattr(self, name) is not None]
+        given += ["structural_tags"] if self.structural_tags else []
         if len(given) > 1:
             raise UsageError(f"SamplingParams: {' and '.join(given)} together.", remedy="pass one constraint")
 
@@ -176,7 +202,7 @@ class SamplingParams:
             object.__setattr__(self, name, convert(value))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise UsageError(
-                f"SamplingParams: {name} = {_short(value)} ({error}).", remedy="see SamplingParams for its form"
+                f"SamplingParams: {name} = {describe_value(value)} ({error}).", remedy="see SamplingParams for its form"
             ) from error
 
     @property
@@ -205,6 +231,16 @@ class SamplingParams:
             if text is not None:
                 return name, text
         return None
+
+    @property
+    def needs_grammar(self) -> bool:
+        """Whether a grammar has to be compiled for it, which may take seconds."""
+        return self.constraint is not None or bool(self.structural_tags)
+
+    @property
+    def without_grammars(self) -> SamplingParams:
+        """The same parameters without a constraint and without structural tags."""
+        return replace(self, json_schema=None, regex=None, grammar=None, structural_tags=())
 
     def check_ids(self, vocab: int) -> None:
         """Check the token ids that the fields name against a model.
@@ -272,59 +308,54 @@ def _json_text(value: Any) -> str:
     return json.dumps(dict(parsed), ensure_ascii=False, allow_nan=False)
 
 
-def _short(value: Any) -> str:
-    """The `repr` of a value, shortened to 80 characters, for messages."""
-    shown = repr(value)
-    return shown if len(shown) <= 80 else f"{shown[:80]}..."
-
-
-def _is_int(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
 def _is_count(value: Any) -> bool:
-    return value is None or _is_int(value, 0, MAX_LOGPROBS)
-
-
-def _is_text(value: Any, max_bytes: int) -> bool:
-    return value is None or (isinstance(value, str) and 0 < len(value.encode(errors="replace")) <= max_bytes)
+    return value is None or is_integer(value, 0, MAX_LOGPROBS)
 
 
 def _are_biases(biases: Mapping[Any, Any]) -> bool:
     """Whether a mapping is a valid `logit_bias`: few enough entries, token id -> -100 to 100."""
     return len(biases) <= MAX_BIASES and all(
-        _is_int(i, 0, MAX_COUNT) and _is_number(b) and -100 <= b <= 100 for i, b in biases.items()
+        is_integer(i, 0, MAX_COUNT) and is_number(b) and -100 <= b <= 100 for i, b in biases.items()
     )
 
 
 def _between(low: float, high: float) -> Callable[[Any, Any], bool]:
     """A check that a field is a number from `low` to `high`."""
-    return lambda value, p: _is_number(value) and low <= value <= high
+    return lambda value, p: is_number(value) and low <= value <= high
 
 
+_CONVERTED: tuple[tuple[str, Callable[[Any], Any]], ...] = (
+    ("stop", _several),
+    ("stop_token_ids", _several),
+    ("logit_bias", _dict),
+    ("reasoning", ReasoningSpan.of),
+    ("structural_tags", StructuralTag.several),
+    ("visible_tokens", as_tuple),
+)
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "timeout_s")
 _INTEGERS = ("max_tokens", "top_k", "seed", "min_tokens", "logprobs", "prompt_logprobs", "n")
 _ABOVE_0 = math.ulp(0.0)
 _STOPS = f"of at most {MAX_STOPS} strings of at most {MAX_STOP_CHARACTERS} characters"
+_TAGS = (
+    f"of at most {MAX_STRUCTURAL_TAGS} tags with different triggers, whose grammars have at most "
+    f"{MAX_TAG_GRAMMARS_BYTES} bytes together"
+)
+_NAMES = f"of at most {MAX_VISIBLE_TOKENS} strings of 1 to {MAX_MARK_CHARACTERS} characters"
 
 # Field; `(value, params) -> bool`; what there is. A value of another type makes its check raise TypeError, which counts
 # as out of range.
 _CHECKS: tuple[tuple[str, Callable[[Any, Any], bool], str], ...] = (
-    ("max_tokens", lambda n, p: _is_int(n, 1, MAX_COUNT), f"from 1 to {MAX_COUNT}"),
+    ("max_tokens", lambda n, p: is_integer(n, 1, MAX_COUNT), f"from 1 to {MAX_COUNT}"),
     ("temperature", _between(0, MAX_TEMPERATURE), f"from 0 to {MAX_TEMPERATURE:g}"),
     ("top_p", _between(_ABOVE_0, 1), "above 0 and at most 1"),
-    ("top_k", lambda n, p: _is_int(n, 0, MAX_COUNT), f"from 0 (all) to {MAX_COUNT}"),
+    ("top_k", lambda n, p: is_integer(n, 0, MAX_COUNT), f"from 0 (all) to {MAX_COUNT}"),
     ("min_p", _between(0, 1), "from 0 to 1"),
     ("ignore_eos", lambda flag, p: isinstance(flag, bool), "True and False"),
-    ("min_tokens", lambda n, p: _is_int(n, 0, p.max_tokens), "from 0 to max_tokens"),
-    ("seed", lambda n, p: n is None or _is_int(n, MIN_SEED, MAX_SEED), "from -2^63 to 2^63 - 1, or None"),
+    ("min_tokens", lambda n, p: is_integer(n, 0, p.max_tokens), "from 0 to max_tokens"),
+    ("seed", lambda n, p: n is None or is_integer(n, MIN_SEED, MAX_SEED), "from -2^63 to 2^63 - 1, or None"),
     ("stop", lambda stops, p: all(isinstance(s, str) and s for s in stops), "of non-empty strings"),
     ("stop", lambda stops, p: len(stops) <= MAX_STOPS and all(len(s) <= MAX_STOP_CHARACTERS for s in stops), _STOPS),
-    ("stop_token_ids", lambda ids, p: all(_is_int(i, 0, MAX_COUNT) for i in ids), "of token ids"),
+    ("stop_token_ids", lambda ids, p: all(is_integer(i, 0, MAX_COUNT) for i in ids), "of token ids"),
     ("stop_token_ids", lambda ids, p: len(ids) <= MAX_STOP_TOKEN_IDS, f"of at most {MAX_STOP_TOKEN_IDS} token ids"),
     (
         "repetition_penalty",
@@ -337,12 +368,14 @@ _CHECKS: tuple[tuple[str, Callable[[Any, Any], bool], str], ...] = (
     ("logprobs", lambda n, p: _is_count(n), f"from 0 to {MAX_LOGPROBS}, or None"),
     ("prompt_logprobs", lambda n, p: _is_count(n), f"from 0 to {MAX_LOGPROBS}, or None"),
     ("pooling", lambda word, p: word in (None, *POOLINGS), f"of None, {', '.join(POOLINGS)}"),
-    ("n", lambda n, p: _is_int(n, 1, MAX_SEQUENCES), f"from 1 to {MAX_SEQUENCES}"),
+    ("n", lambda n, p: is_integer(n, 1, MAX_SEQUENCES), f"from 1 to {MAX_SEQUENCES}"),
     *(
-        (name, lambda text, p, most=most: _is_text(text, most), f"of 1 to {most} bytes of text")
+        (name, lambda text, p, most=most: is_text(text, most), f"of 1 to {most} bytes of text")
         for name, most in MAX_GRAMMAR_BYTES.items()
     ),
-    ("timeout_s", lambda s, p: s is None or (_is_number(s) and s > 0), "above 0 (in seconds), or None"),
+    ("structural_tags", lambda tags, p: are_tags(tags), _TAGS),
+    ("visible_tokens", lambda names, p: are_texts(names, MAX_VISIBLE_TOKENS), _NAMES),
+    ("timeout_s", lambda s, p: s is None or (is_number(s) and s > 0), "above 0 (in seconds), or None"),
 )
 
 

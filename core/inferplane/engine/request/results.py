@@ -40,6 +40,7 @@ class Timings:
         generated_tokens: tokens generated.
         cached_tokens: prompt tokens whose entries were found in the cache.
         preemptions: how often its blocks were released and computed again.
+        reasoning_tokens: generated tokens of the thought, with the marks around it, if `reasoning` is given.
     """
 
     queue_s: float
@@ -49,6 +50,7 @@ class Timings:
     generated_tokens: int
     cached_tokens: int = 0
     preemptions: int = 0
+    reasoning_tokens: int = 0
 
     @property
     def tokens_per_s(self) -> float:
@@ -85,12 +87,17 @@ class Result:
     samples: tuple[Result, ...] = ()
     embedding: list[float] | None = None
 
+    @property
+    def reasoning_tokens(self) -> int:
+        """Generated tokens of the thought, with the marks around it, if `SamplingParams.reasoning` is given."""
+        return self.timings.reasoning_tokens
+
 
 class Delta(msgspec.Struct, frozen=True, array_like=True):
     """A piece of a stream: new text (possibly empty), its tokens, and at the end why it ended.
 
     The last delta alone has a `finish_reason`. If requested, `prompt_logprobs` come with the first one and the
-    embedding with the last one.
+    embedding with the last one. `reasoning_tokens` counts the thought's tokens so far, with the marks around it.
 
     A stream has about one per token, and each is sent between processes unchanged. `error` may be shown to clients;
     `error_place`, " at FILE:LINE" of the plugin's code that raised it, is for those who run the model.
@@ -105,3 +112,4 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[TokenLogprob | None] | None = None
     embedding: list[float] | None = None
     error_place: str = ""
+    reasoning_tokens: int = 0

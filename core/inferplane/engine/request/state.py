@@ -51,7 +51,7 @@ class Request:
         params: how to sample.
         end_ids: tokens that end the sequence.
         text: decodes the generated tokens, except those that end the text; None when no text is needed.
-        constraint: the state of its JSON schema, regular expression or grammar; None: unconstrained.
+        constraint: what its text may go on with, and the count of its thought; None: unconstrained.
         seed: of its random numbers; the i-th token's depends on the seed and i alone. None: a fresh one.
         priority: lower runs first.
         tenant: cached entries are shared within a tenant only; the tenant that runs least comes first at equal
@@ -119,12 +119,18 @@ class Request:
     @property
     def next_is_argmax(self) -> bool:
         """Whether its next token is the argmax of the model's own logits, and nothing else is returned with it."""
-        return self._is_plain_greedy and self.constraint is None and len(self.generated) >= self.params.min_tokens
+        is_free = self.constraint is None or self.constraint.is_free(1)
+        return self._is_plain_greedy and is_free and len(self.generated) >= self.params.min_tokens
 
     @property
     def needs_every_row(self) -> bool:
         """Whether every token of its prompt has to be computed, so that none may be taken from the prefix cache."""
         return self.params.prompt_logprobs is not None or self.params.pooling == "mean"
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of its thought so far."""
+        return 0 if self.constraint is None else self.constraint.reasoning_tokens
 
     @property
     def embedding(self) -> list[float] | None:
@@ -163,6 +169,15 @@ class Request:
         n = len(self.prompt)
         return self.prompt[start:stop] + self.generated[max(0, start - n) : max(0, stop - n)]
 
+    def push_text(self, token: int) -> bool:
+        """Append a new token to the text, unless it ends the text and is not visible; returns whether the sequence ends
+        with it. Its constraint has accepted the token.
+        """
+        ended = token in self.end_ids or (self.constraint is not None and self.constraint.ended)
+        if self.text is not None and (not ended or token in self.text.visible):
+            ended = self.text.push([token]) or ended
+        return ended
+
     def record_error(self, error: Exception) -> str:
         """Keep the place where a plugin raised the exception; returns the exception in words."""
         self.error_place = place_of(error)
@@ -181,6 +196,7 @@ class Request:
             generated_tokens=len(self.generated),
             cached_tokens=self.cached_tokens,
             preemptions=self.preemptions,
+            reasoning_tokens=self.reasoning_tokens,
         )
 
     def result(self) -> Result:
@@ -222,8 +238,8 @@ class PieceReader:
         self.sent += len(new)
         text = request.text.take(end=reason is not None) if request.text is not None else ""
         timings = request.timings() if reason is not None else None
-        error, place = request.error, request.error_place
-        return Delta(text, new, reason, timings, error, logprobs, prompt, request.embedding, place)
+        error, place, thought = request.error, request.error_place, request.reasoning_tokens
+        return Delta(text, new, reason, timings, error, logprobs, prompt, request.embedding, place, thought)
 
 
 def report_failures(requests: list[Request]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +120,31 @@ class Tokenizer:
     @cached_property
     def _longest_token(self) -> int:
         """Most characters of a token, as the vocabulary spells it; that are no less than it has in a text."""
-        return max(map(len, self._inner.get_vocab()), default=1)
+        return max(map(len, self._vocabulary), default=1)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; special tokens are left out, and spaces stay as the tokens have them."""
-        return str(self._inner.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    def decode(self, ids: Sequence[int], visible: frozenset[int] = frozenset()) -> str:
+        """Text of token ids; special tokens are left out, except those that are `visible`, and spaces stay as the
+        tokens have them.
+        """
+        if visible:
+            hidden = self._special_ids - visible
+            ids = [i for i in ids if i not in hidden]
+        options = {"skip_special_tokens": not visible, "clean_up_tokenization_spaces": False}
+        return str(self._inner.decode(list(ids), **options, spaces_between_special_tokens=False))
+
+    def find_ids(self, names: Iterable[str]) -> frozenset[int]:
+        """Ids of the tokens with these names; names that no token has are left out."""
+        vocabulary = self._vocabulary
+        return frozenset(vocabulary[name] for name in names if name in vocabulary)
+
+    @cached_property
+    def _vocabulary(self) -> dict[str, int]:
+        return dict(self._inner.get_vocab())
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = getattr(self._inner, "added_tokens_decoder", {})
+        return frozenset(self._inner.all_special_ids) | {i for i, token in added.items() if token.special}
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation (`normalize_messages`), rendered by the checkpoint's own chat template, with the
@@ -208,22 +228,30 @@ class Detokenizer:
         tokenizer: decodes.
         stop: strings that end the text; text that might begin one is held back.
         prompt: the tokens before; only the last few are looked at, and they are no part of the text.
+        visible: special tokens that stay in the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> None:
-        self.tokenizer, self.stop = tokenizer, tuple(stop)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        prompt: Sequence[int] = (),
+        visible: frozenset[int] = frozenset(),
+    ) -> None:
+        self.stop, self.visible = tuple(stop), visible
+        self._text_of = partial(tokenizer.decode, visible=visible) if visible else tokenizer.decode
         first = max(0, len(prompt) - CONTEXT_TOKENS)
-        while first and not tokenizer.decode(prompt[first:]):  # special tokens only: a first word would lose its space
+        while first and not self._text_of(prompt[first:]):  # special tokens only: a first word would lose its space
             first = max(0, 2 * first - len(prompt))
         for _ in range(3):  # back to where a character of up to four byte tokens begins
-            if first and tokenizer.decode(prompt[first:]).startswith(REPLACEMENT):
+            if first and self._text_of(prompt[first:]).startswith(REPLACEMENT):
                 first -= 1
         self.ids = list(prompt[first:])
         """The window's."""
         self.text = ""
         self.sent = 0
         self.stopped = False
-        self._seen = tokenizer.decode(self.ids)  # of the window's text, what was taken or is the prompt's
+        self._seen = self._text_of(self.ids)  # of the window's text, what was taken or is the prompt's
 
     def push(self, ids: Sequence[int]) -> bool:
         """Append new tokens and decode them into `text`; returns whether the text now holds a stop string, before which
@@ -237,7 +265,7 @@ class Detokenizer:
 
     def _decode(self, *, end: bool = False) -> None:
         """Decode the window and append the characters that are complete; with `end`, all that was held back too."""
-        after = self.tokenizer.decode(self.ids)
+        after = self._text_of(self.ids)
         begin, max_held = len(self._seen), MAX_HELD_CHARACTERS
         if not after.startswith(self._seen):
             begin = _common_prefix_length(self._seen, after)
@@ -262,14 +290,14 @@ class Detokenizer:
         """
         held = after[len(self._seen) :] if after.startswith(self._seen) else after
         for count in range(MIN_WINDOW_TOKENS, MIN_WINDOW_TOKENS - CHARACTER_BYTES, -1):  # one begins with a character,
-            now = self.tokenizer.decode(self.ids[-count:])
+            now = self._text_of(self.ids[-count:])
             if after.endswith(now) and len(now) > len(held):
                 break
         else:
             whole = now.lstrip(REPLACEMENT)  # or all of them within one
             if not (after.endswith(whole) and len(whole) > len(held)):
                 some = self.ids[:CONTEXT_TOKENS] + self.ids[-CONTEXT_TOKENS:]
-                if self.tokenizer.decode(some) == after:  # the others are special ones, which have no text
+                if self._text_of(some) == after:  # the others are special ones, which have no text
                     self.ids = some
                 return
         self.ids, self._seen = self.ids[-count:], now[: len(now) - len(held)]

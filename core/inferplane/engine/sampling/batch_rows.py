@@ -52,7 +52,7 @@ class BatchRow:
         history: of its sequence, without drafts of this step. Needed when `params.penalizes`.
         drafts: drafts of this step before the row.
         end_ids: tokens that end the sequence, banned before `params.min_tokens`.
-        allowed: tokens that the constraint allows, as `Constraint.masks` returns them: int32 `[ceil(V / 32)]`, a bit
+        allowed: tokens that the constraint allows, of `Constraint.masks`: int32 `[ceil(V / 32)]`, a bit
             per token, the lowest bit first; None allows all.
     """
 

@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 from typing import Any
 
-from inferplane.engine.request.constraint import Constraint, first_lines
+from inferplane.engine.request.constraint import GrammarConstraint, first_lines
 from inferplane.engine.request.params import SamplingParams
 from inferplane.engine.sampling.grammar_check import LIMITS
 from inferplane.engine.sampling.grammar_sandbox import GrammarSandbox
@@ -103,18 +103,28 @@ class Grammars:
         self._cache: OrderedDict[bytes, _Verdict] = OrderedDict()
         self._sandbox: GrammarSandbox | None = None
 
-    def start(self, params: SamplingParams) -> Constraint | None:
-        """The initial state of the constraint in the parameters, for one sequence; None when they hold none.
+    def start(self, params: SamplingParams) -> GrammarConstraint | None:
+        """The initial state of the constraint in the parameters, for one sequence; None when they hold none. Otherwise
+        as `start_grammar`.
+        """
+        if params.constraint is None:
+            return None
+        return self.start_grammar(*params.constraint)
+
+    def start_grammar(self, kind: str, text: str, name: str = "") -> GrammarConstraint:
+        """The initial state of a constraint, for one sequence.
 
         A constraint that is not remembered is tried out first, which takes up to some seconds; one is tried at a time,
         and other callers wait. The first call starts the sandbox process. Rejected constraints are remembered too.
 
+        Args:
+            kind: "json_schema", "regex" or "grammar".
+            text: the constraint.
+            name: of the constraint, for the error; "": "The" and its kind.
+
         Raises:
             UsageError: the constraint is not valid, not supported, or too complex.
         """
-        if params.constraint is None:
-            return None
-        kind, text = params.constraint
         key = hashlib.sha256(f"{kind}:{text}".encode(errors="surrogatepass")).digest()
         verdict = self._find_cached(key)
         if verdict is None:
@@ -133,13 +143,18 @@ class Grammars:
             matcher = _on_large_stack(lambda: make(self._tokenizer, grammar, log_level=0, limits=self._limits))
             error = first_lines(matcher.get_error())
             if not error:
-                return Constraint(matcher, self._end_ids, -(-self._vocab // 32))
-        why = "no text fits it" if error == NO_TEXT else error
+                return GrammarConstraint(matcher, self._end_ids, self.words)
+        why, name = "no text fits it" if error == NO_TEXT else error, name or f"The {kind}"
         if kind != "grammar":  # the position refers to a grammar that was made of it
             why = _POSITION.sub("", why)
         if TOO_COMPLEX.search(why):
-            raise UsageError(sentence(f"The {kind} is refused as too complex: {why}"), remedy=f"simplify the {kind}")
-        raise UsageError(sentence(f"The {kind} is refused: {why}"), remedy=_MENDED[kind])
+            raise UsageError(sentence(f"{name} is refused as too complex: {why}"), remedy=f"simplify the {kind}")
+        raise UsageError(sentence(f"{name} is refused: {why}"), remedy=_MENDED[kind])
+
+    @property
+    def words(self) -> int:
+        """Length of a mask: a bit per token, in integers of 32 bits."""
+        return -(-self._vocab // 32)
 
     def close(self) -> None:
         """End the sandbox process, waiting for a compilation that runs. A later `start` starts another."""

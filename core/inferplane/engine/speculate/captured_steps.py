@@ -275,7 +275,7 @@ def _fallback_reason(s: ScheduledChunk, size: Size | None) -> str:
         return "no size holds the step"
     if r.computed + 1 < size.tokens:
         return "a sequence is shorter than what is padded"
-    if r.constraint is not None:
+    if r.constraint is not None and not r.constraint.is_free(1 + len(s.drafts)):
         return "a constraint"
     if p.logprobs is not None:
         return "log-probabilities"

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from inferplane.engine.request.embedding import finish_embedding
+from inferplane.engine.clients.embedding import finish_embedding
 from inferplane.errors import GenerationError
 from inferplane.serving.admission import GenerateCall
 from inferplane.serving.errors import ApiError, invalid

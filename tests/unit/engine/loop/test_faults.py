@@ -21,6 +21,8 @@ PLAIN = greedy(10)
 class Text:
     """A detokenizer that takes down what it is told, and raises or stops at a given token."""
 
+    visible = frozenset()
+
     def __init__(self, at=None, error=None, stops=False):
         self.ids, self.at, self.error, self.stops = [], at, error, stops
 
@@ -38,7 +40,10 @@ class Rule:
     """A constraint that allows everything, and raises where it is told to."""
 
     def __init__(self, fail_in="", at=0):
-        self.fail_in, self.at, self.ended, self.seen = fail_in, at, False, []
+        self.fail_in, self.at, self.ended, self.seen, self.reasoning_tokens = fail_in, at, False, [], 0
+
+    def is_free(self, count):
+        return False
 
     def masks(self, drafts):
         if self.fail_in == "masks" and len(self.seen) >= self.at:

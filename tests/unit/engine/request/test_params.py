@@ -13,6 +13,7 @@ import torch
 from inferplane import AsyncLLM, SamplingParams
 from inferplane.engine.clients.options import OPTIONS, EngineOptions
 from inferplane.engine.request.arguments import MAX_INTEGER, MIN_PRIORITY, as_integer
+from inferplane.engine.request.fields import ReasoningSpan, StructuralTag
 from inferplane.engine.request.history import History
 from inferplane.engine.sampling.batch_rows import BatchRow
 from inferplane.engine.sampling.sampler import Sampler
@@ -46,6 +47,9 @@ def test_forms():
         ("stop_token_ids", ([1.5], ["a"], [-1])),
         ("ignore_eos", (1, "no", None)),
         ("logit_bias", ({5: True}, {5: "1"}, {"5": 1}, {5: 101})),
+        ("reasoning", ("</think>", [], {"begin": "<think>"}, {"ends": "x"}, 3)),
+        ("structural_tags", ("<a>", [{"trigger": "<a>"}], [3], 3, [{"trigger": "a", "grammar": 'start: "b"'}] * 2)),
+        ("visible_tokens", ([""], [3], 3, ["a" * 257], ["a"] * 257)),
         ("timeout_s", (0, -1, True, "1", 10**400, Fraction(10**400), float("nan"))),
     ],
 )
@@ -54,6 +58,47 @@ def test_values_out_of_range(name, values):
         with pytest.raises(UsageError, match=f"SamplingParams: {name} = ") as caught:
             SamplingParams(**{name: value})
         assert caught.value.there_is or caught.value.remedy
+
+
+def test_spans():
+    span = ReasoningSpan(end="</think>", begin="<think>")
+    assert span == ReasoningSpan(end=["</think>"], begin=("<think>",), forced_end="</think>")
+    given = SamplingParams(reasoning={"end": "</think>", "begin": "<think>"}, visible_tokens="<call>")
+    assert given.reasoning == span and given.visible_tokens == ("<call>",) and not given.needs_grammar
+    tagged = SamplingParams(structural_tags=[{"trigger": "<call>", "grammar": 'start: "a"'}], reasoning=span)
+    assert tagged.structural_tags == (StructuralTag("<call>", 'start: "a"'),) and tagged.needs_grammar
+    assert tagged.without_grammars == SamplingParams(reasoning=span) and hash(tagged) != hash(given)
+    with pytest.raises(UsageError, match="regex and structural_tags together"):
+        SamplingParams(regex="a", structural_tags=tagged.structural_tags)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("end", {"end": ""}),
+        ("end", {"end": [""]}),
+        ("end", {"end": ["a"] * 9}),
+        ("end", {"end": "a" * 257}),
+        ("begin", {}),
+        ("begin", {"begin": [3]}),
+        ("is_open", {"is_open": 1}),
+        ("max_tokens", {"is_open": True, "max_tokens": -1}),
+        ("max_tokens", {"is_open": True, "max_tokens": True}),
+        ("forced_end", {"is_open": True, "forced_end": "that is all"}),
+        ("forced_end", {"is_open": True, "forced_end": 5}),
+    ],
+)
+def test_spans_that_are_none(name, fields):
+    with pytest.raises(UsageError, match=f"ReasoningSpan: {name} = "):
+        ReasoningSpan(**{"end": "</think>", **fields})
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"), [("trigger", {"trigger": ""}), ("grammar", {"grammar": ""}), ("grammar", {"grammar": None})]
+)
+def test_tags_that_are_none(name, fields):
+    with pytest.raises(UsageError, match=f"StructuralTag: {name} = "):
+        StructuralTag(**{"trigger": "<call>", "grammar": 'start: "a"', **fields})
 
 
 def test_numbers_of_other_libraries_travel_as_ours():

@@ -79,7 +79,7 @@ def test_what_one_sequence_uses_up_is_not_taken_from_another(compiled, monkeypat
     error = walk(greedy, 2000)
     assert error is not None and BEYOND_LIMITS in str(error)
     other.accept([int(np.flatnonzero(np.unpackbits(other.masks()[0].view(np.uint8), bitorder="little"))[0])])
-    assert other.masks().any() and compiled.start(SamplingParams(**constraint)).masks().any()
+    assert other.masks()[0].any() and compiled.start(SamplingParams(**constraint)).masks()[0].any()
 
 
 @pytest.mark.parametrize(
