@@ -6,13 +6,9 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
-import jsonschema
-import llguidance
 import pytest
 
-from inferplane.engine.sampling.grammars import JSON_OPTIONS
 from inferplane.serving.chat.request import ChatRequest
-from inferplane.serving.chat.tools import ToolPlan, ToolReader, parse_calls
 from inferplane.serving.errors import ApiError
 from inferplane.serving.http.completions import CompletionRequest
 from inferplane.serving.http.embeddings import EmbeddingRequest
@@ -70,7 +66,7 @@ def test_numbers_too_large_for_their_field_are_refused():
         (ChatRequest, {"messages": [{"content": "x"}]}, "messages[0].role"),
         (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         (ChatRequest, {"messages": "hi"}, "messages"),
-        (ChatRequest, {"messages": [{"role": "user"}], "tools": [{"type": "x"}]}, "tools[0].type"),
+        (ChatRequest, {"messages": [{"role": "user"}], "tools": [{"type": "x"}]}, "tools[0]"),
         (ChatRequest, {"messages": [{"role": "user"}], "response_format": {"type": "x"}}, "response_format"),
         (ChatRequest, {"messages": [{"role": "user"}], "audio": {}}, "audio"),
         (CompletionRequest, {"prompt": "x", "timeout": 0}, "timeout"),
@@ -151,85 +147,6 @@ def test_fields_of_both_dialects_are_refused_in_the_form_of_openai(client, path,
     assert answer.status_code == 400 and answer.json()["error"]["param"] == mark, answer.text
 
 
-# ---------------------------------------------------------------- tools
-
-TOOLS = {"get": {"type": "object"}, "put": {"type": "object"}}
-
-
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ('{"name": "get", "arguments": {"a": 1}}', ["get"]),
-        ('{"name": "get", "parameters": {}}', ["get"]),
-        ('{"name": "get", "parameters": {}}; {"name": "put", "parameters": {}}', ["get", "put"]),
-        ('[{"name": "get", "arguments": {}}, {"name": "put", "arguments": {}}]', ["get", "put"]),
-        ('<tool_call>\n{"name": "get", "arguments": {}}\n</tool_call>', ["get"]),
-        (
-            '<tool_call>{"name": "get", "arguments": {}}</tool_call>\n<tool_call>{"name": "put"}</tool_call>',
-            ["get", "put"],
-        ),
-        (
-            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get\n```json\n"
-            '{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
-            ["get"],
-        ),
-        ('{"name": "unknown", "arguments": {}}', None),
-        ('{"name": "get", "arguments": [1]}', None),
-        ('{"name": "get"', None),
-        ("get(a=1)", None),
-        ('{"name": 5}', None),
-        ("", None),
-        ("[" * 5000, None),
-    ],
-)
-def test_calls_are_found_in_a_text(text, names):
-    found = parse_calls(text, TOOLS)
-    assert (None if found is None else [c.name for c in found]) == names
-
-
-@pytest.mark.parametrize("size", [1, 3, 1000])
-@pytest.mark.parametrize(
-    ("text", "content", "names"),
-    [
-        ("Hello, world", "Hello, world", []),
-        ('{"name": "get", "arguments": {}}', "", ["get"]),
-        ('{"name": "nobody"}', '{"name": "nobody"}', []),
-        ('{"a": 1}', '{"a": 1}', []),
-        ("{", "{", []),
-        ('I look. <tool_call>{"name": "get", "arguments": {}}</tool_call>', "I look. ", ["get"]),
-        ("a < b <tool", "a < b <tool", []),
-        ("<tool_call>broken", "<tool_call>broken", []),
-    ],
-)
-def test_content_and_calls_of_a_stream(text, content, names, size):
-    reader = ToolReader(ToolPlan("auto", TOOLS))
-    shown = "".join(reader.feed(text[i : i + size]) for i in range(0, len(text), size))
-    rest, calls = reader.end()
-    assert shown + rest == content
-    assert [c.name for c in calls] == names
-
-
-def test_content_is_not_held_back_longer_than_it_must():
-    reader = ToolReader(ToolPlan("auto", TOOLS))
-    assert reader.feed("Hello") == "Hello"
-    assert reader.feed(" <tool") == " "
-    assert reader.feed(" box") == "<tool box"
-
-
-def test_what_required_tools_demand():
-    plan = ToolPlan("required", TOOLS, parallel=False)
-    schema = plan.schema()
-    assert schema["maxItems"] == schema["minItems"] == 1
-    json.dumps(schema)
-    one = ToolPlan("auto", TOOLS, parallel=False)
-    twice = '<tool_call>{"name": "get", "arguments": {}}</tool_call>' * 2
-    for plan, calls in ((one, 1), (ToolPlan("auto", TOOLS), 2)):
-        reader = ToolReader(plan)
-        assert reader.feed(twice) == "" and len(reader.end()[1]) == calls
-    assert ToolPlan("auto", TOOLS).schema() is None
-    assert ToolPlan("named", TOOLS, "get").schema() == {"type": "object"}
-
-
 @pytest.mark.parametrize("text", ["x", "", '"\\\n', "\0", "\u2028\U0001f600", "</script>"])
 def test_a_frame_equals_the_whole_piece_with_another_text(text):
     def make(text):
@@ -255,48 +172,3 @@ def test_names_that_are_given_replace_the_model_s_own():
         with pytest.raises(ApiError, match=r"There is: chat, best, default\.") as refused:
             given.resolve_name(gone)
         assert (refused.value.status, refused.value.code) == (404, "model_not_found")
-
-
-@pytest.mark.parametrize(
-    ("text", "calls"),
-    [
-        ("[", []),
-        ('[{"na', []),
-        ('[{"name": "ge', []),
-        ('[{"name": "get", "arguments": ', [("get", "")]),
-        ('[{"name": "get", "arguments": {"a": [1, "x', [("get", '{"a": [1, "x')]),
-        ('[{"name": "get", "arguments": {"a": 1}}', [("get", '{"a": 1}')]),
-        (
-            '[ {"name": "get", "arguments": {"a": 1}} , {"name" : "get", "arguments" : {"b',
-            [("get", '{"a": 1}'), ("get", '{"b')],
-        ),
-    ],
-)
-def test_demanded_calls_that_are_cut_off_are_calls_as_far_as_they_came(text, calls):
-    reader = ToolReader(ToolPlan("required", TOOLS))
-    assert reader.feed(text) == ""
-    content, found = reader.end()
-    assert (content, [(c.name, c.arguments) for c in found]) == ("", calls)
-
-
-def test_schemas_of_tools_may_refer_to_themselves():
-    """With several tools in one schema, each still finds its own definitions, and `#` is the tool's schema."""
-    tree = {
-        "type": "object",
-        "properties": {"child": {"$ref": "#"}, "p": {"$ref": "#/$defs/P"}, "d": {"const": {"$ref": "#"}}},
-    }
-    tree["properties"]["default"] = {"$ref": "#/$defs/P"}  # a name, not a default
-    tree |= {"$defs": {"P": {"type": "integer"}}, "required": ["p"], "additionalProperties": False}
-    other = {"type": "object", "properties": {"p": {"$ref": "#/$defs/P"}}, "$defs": {"P": {"type": "string"}}}
-    schema = ToolPlan("required", {"tree": tree, "other": other}).schema()
-    check = jsonschema.Draft202012Validator(schema)
-    for arguments in ({"p": 1, "default": 2}, {"p": 1, "child": {"p": 2}}, {"p": 1, "d": {"$ref": "#"}}):
-        assert check.is_valid([{"name": "tree", "arguments": arguments}]), arguments
-    for arguments in ({"p": "x"}, {"p": 1, "default": "x"}, {"p": 1, "child": {}}, {"p": 1, "child": [1]}):
-        assert not check.is_valid([{"name": "tree", "arguments": arguments}]), arguments
-    assert check.is_valid([{"name": "other", "arguments": {"p": "x"}}])
-    make = llguidance.LLMatcher
-    named = ToolPlan("required", {"named": {**other, "$id": "http://example.org/tool"}}).schema()
-    for compiled in (schema, named):
-        grammar = make.grammar_from_json_schema(json.dumps(compiled), overrides=JSON_OPTIONS)
-        assert make.validate_grammar(grammar) == ""

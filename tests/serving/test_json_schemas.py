@@ -10,8 +10,8 @@ import llguidance
 import pytest
 
 from inferplane.engine.sampling.grammars import JSON_OPTIONS
-from inferplane.serving.chat.call import plan_tools
 from inferplane.serving.chat.request import ChatRequest
+from inferplane.serving.chat.tools import plan_tools
 from inferplane.serving.constraints.schemas import FORMATS, NOT_ENFORCED, arguments_schema, relax
 from inferplane.serving.errors import ApiError
 from inferplane.serving.wire import validate

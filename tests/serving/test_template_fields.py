@@ -95,12 +95,12 @@ def test_variables_that_a_template_does_not_read_are_named():
         "chat_template_kwargs.thinking",
     ]
     assert rendered(TRIMMED, [USER], chat_template_kwargs={"enable_thinking": False})[1]
+    assert rendered(TRIMMED, [USER], reasoning_effort="low")[1] == ["reasoning_effort"]
 
 
 @pytest.mark.parametrize(
     ("source", "fields", "param"),
     [
-        (TRIMMED, {"reasoning_effort": "low"}, "reasoning_effort"),
         (TRIMMED, {"documents": [{"text": "x"}]}, "documents"),
         (PLAIN, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         (PLAIN, {"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),
@@ -135,8 +135,8 @@ def test_chat_and_tokenize_render_alike(client):
         answer = client.post("/v1/chat/completions", json={**body, "max_tokens": 1})
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["prompt_tokens"] == count
-    answer = client.post("/v1/chat/completions", json={"messages": [USER], "max_tokens": 1, "reasoning_effort": "low"})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reasoning_effort")
+    answer = client.post("/v1/chat/completions", json={"messages": [USER], "max_tokens": 1, "documents": [{"a": "b"}]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "documents")
     body = {"messages": [USER], "max_tokens": 1, "chat_template_kwargs": {"enable_thinking": False}}
     for path in ("/v1/chat/completions", "/tokenize"):
         sent = {k: v for k, v in body.items() if k != "max_tokens" or "chat" in path}

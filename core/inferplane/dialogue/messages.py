@@ -236,6 +236,8 @@ def _calls(calls: Any, path: str) -> list[dict[str, Any]]:
 
 def _call(call: Any, path: str) -> dict[str, Any]:
     form = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": "{...}"}}'
+    if isinstance(call, Mapping) and call.get("type") == "custom":
+        call = _with_function(call, path)
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or call.get("type") not in (None, "function"):
         raise MessageError.at(path, f"{path} = {short(call)}.", form)
@@ -255,6 +257,16 @@ def _call(call: Any, path: str) -> dict[str, Any]:
         raise MessageError.at(where, f"{where} = {short(arguments)}.", "JSON text, and mappings")
     found = {} if call.get("id") is None else {"id": _other("id", call["id"], path)}
     return {**found, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _with_function(call: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """A call of a custom tool, which takes one text, as that of a function: templates know no other."""
+    custom = call.get("custom")
+    if not isinstance(custom, Mapping) or not isinstance(custom.get("input"), str):
+        form = '{"id": ..., "type": "custom", "custom": {"name": ..., "input": "..."}}'
+        raise MessageError.at(path, f"{path} = {short(call)}.", form)
+    function = {"name": custom.get("name"), "arguments": {"input": custom["input"]}}
+    return {"id": call.get("id"), "type": "function", "function": function}
 
 
 def _other(key: str, value: Any, path: str) -> Any:

@@ -18,6 +18,8 @@ from inferplane.errors import UsageError, sentence
 Messages = Sequence[Mapping[str, Any]]
 _NO_CONTENT = re.compile(r"content['\"]?\]? is (not )?none")
 _WORD = re.compile(r"\w+")
+_INSIDE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
+_QUOTED = re.compile(r"'[^'\\]*(?:\\.[^'\\]*)*'|\"[^\"\\]*(?:\\.[^\"\\]*)*\"", re.DOTALL)
 _WHOLE = re.compile(r"\bmessages?\s*\|\s*tojson|\bmessage\.(?:items|keys|values)\b|\bmessage\s*\|\s*items")
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 """The only ids of calls that Mistral's templates accept."""
@@ -61,6 +63,15 @@ class Template:
     def reads(self, key: str) -> bool:
         """Whether it names a key of a message, or shows messages whole."""
         return "" in self._words or key in self._words or (not key.isidentifier() and key in self._text)
+
+    def reads_variable(self, name: str) -> bool:
+        """Whether it reads a variable: a name in its expressions that is no attribute and no text."""
+        return re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", self._expressions) is not None
+
+    @cached_property
+    def _expressions(self) -> str:
+        """What is between its braces, without texts in quotes."""
+        return "\n".join(_QUOTED.sub("''", inside) for inside in _INSIDE.findall(self._text))
 
     @property
     def _text(self) -> str:

@@ -59,7 +59,7 @@ def invalid(message: str, param: str | None = None, code: str = "invalid_value")
 
 
 _NAMED = re.compile(r"^SamplingParams: (\w+)")
-_CONSTRAINTS = ("json_schema", "regex", "grammar")
+_CONSTRAINTS = ("json_schema", "regex", "grammar", "structural_tags")
 
 
 def constraint_field(words: Mapping[str, str], given: Collection[str]) -> str | None:

@@ -61,7 +61,7 @@ class Generation:
         deadline: Deadline,
     ) -> None:
         self.call, self.prompts, self.params = call, prompts, params
-        self.completion_tokens = 0
+        self.completion_tokens = self.reasoning_tokens = 0
         self.finish_reasons: list[str] = []
         self.refusal: ApiError | None = None
         self.failure: ApiError | None = None
@@ -230,6 +230,7 @@ class Generation:
         if reason is not None:
             self.finish_reasons.append(reason)
             if delta.timings is not None:
+                self.reasoning_tokens += delta.reasoning_tokens
                 prompt = choice // self.call.n
                 cached = delta.timings.cached_tokens
                 self._cached_tokens[prompt] = min(cached, self._cached_tokens.get(prompt, cached))

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inferplane import __version__
+from inferplane.dialogue.replies.catalog import FORMS, choose_form, find_form
+from inferplane.dialogue.replies.forms import ReplyForm
+from inferplane.dialogue.template import Template
 from inferplane.engine.sampling.spans.token_text import TokenText
 from inferplane.errors import UsageError
 from inferplane.serving.chat_template.sources import RequestTemplates, read_template
@@ -20,6 +23,8 @@ from inferplane.serving.settings import ServerSettings
 if TYPE_CHECKING:
     from inferplane.engine import AsyncLLM
 
+MAX_FORMS = 64
+"""Most templates whose form of replies is remembered."""
 DEFAULT_NAME = "default"
 """A name that every server accepts."""
 
@@ -45,6 +50,8 @@ class ServedModel:
         self.token_text = TokenText(self._tokenizer.fast) if self._tokenizer is not None else None
         tokens = dict(self._tokenizer.fast.special_tokens_map) if self._tokenizer is not None else {}
         self.template = self._own_template(settings, tokens)
+        self._parsers = settings.reasoning_parser, settings.tool_call_parser
+        self._forms: dict[str | None, ReplyForm] = {}
         self._request_templates = RequestTemplates(tokens, settings.trust_request_chat_template)
         facts = (__version__, self.info.name, self.info.dtype, self.info.kv_cache_dtype, self.info.device)
         self.fingerprint = f"fp_{hashlib.sha256(repr(facts).encode()).hexdigest()[:10]}"
@@ -114,6 +121,20 @@ class ServedModel:
             "model_max_length": self.info.max_model_len,
             "chat_template": self.template.facts.source if self.template is not None else None,
         }
+
+    def reply_form(self, template: Template | None) -> ReplyForm:
+        """Return how the model writes thoughts and calls, as the settings say, or else its template and family.
+
+        Args:
+            template: the model's, or a request's; None: there is none.
+        """
+        source = None if template is None else f"{template.source}\n{template.tool_source or ''}"
+        if source not in self._forms:
+            if len(self._forms) >= MAX_FORMS:
+                self._forms.clear()
+            forms = (*self.info.reply_forms, *FORMS)
+            self._forms[source] = choose_form(find_form(source, self.info.model_type, forms), *self._parsers, forms)
+        return self._forms[source]
 
     @asynccontextmanager
     async def use_template(self, source: str | None = None) -> AsyncIterator[ChatTemplate | None]:

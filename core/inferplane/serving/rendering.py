@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -115,16 +115,15 @@ class Frames:
     """Encodes pieces of a stream that, per choice, differ only in one text: the rest is encoded once."""
 
     def __init__(self) -> None:
-        self._parts: dict[int, tuple[bytes, bytes]] = {}
+        self._parts: dict[Hashable, list[bytes]] = {}
 
-    def encode(self, choice: int, text: str, encode_piece: Callable[[str], bytes]) -> bytes:
-        """Return what `encode_piece` returns for a text; it is called once per choice."""
-        found = self._parts.get(choice)
+    def encode(self, kind: Hashable, text: str, encode_piece: Callable[[str], bytes]) -> bytes:
+        """Return what `encode_piece` returns for a text; it is called once per kind of piece, as a choice's number."""
+        found = self._parts.get(kind)
         if found is None:
-            before, mark, after = encode_piece("\0").partition(_encode("\0"))
-            assert mark
-            found = self._parts[choice] = before, after
-        return found[0] + _encode(text) + found[1]
+            found = self._parts[kind] = encode_piece("\0").split(_encode("\0"))
+            assert len(found) > 1
+        return _encode(text).join(found)
 
 
 class OpenAIRendering(Rendering):

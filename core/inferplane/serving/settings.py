@@ -67,6 +67,12 @@ class ServerSettings:
         None, "a chat template in place of the checkpoint's: a file, or the template itself", metavar="FILE"
     )
     trust_request_chat_template: bool = _model(False, "requests may bring a chat template (`chat_template`)")
+    reasoning_parser: str = _model(
+        "auto", "the form of thoughts, by name; auto: by template and family; none: they are text", metavar="NAME"
+    )
+    tool_call_parser: str = _model(
+        "auto", "the form of tool calls, by name; auto: by template and family; none: they are text", metavar="NAME"
+    )
     op: tuple[str, ...] = _model_option("ops", default=(), words=f"{help_text('ops')}; repeatable")
     lock: str | None = _model_option("lock")
     strict: bool = _model_option("strict")

@@ -204,6 +204,7 @@ class Usage(JsonObject):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: dict[str, int] | None = None
+    completion_tokens_details: dict[str, int] | None = None
 
 
 class GeneratedResponse(JsonObject):

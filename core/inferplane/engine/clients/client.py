@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from inferplane.dialogue.replies.forms import ReplyForm
 from inferplane.engine.request.params import SamplingParams
 from inferplane.engine.request.results import Delta
 from inferplane.errors import deprecation_message
@@ -60,6 +61,8 @@ class ModelInfo:
         end_ids: tokens that end a text.
         speculative: the method of speculation; "" without.
         tokenizer: `kind` of the `Tokenizer` that an engine in a process of its own has loaded.
+        model_type: of the config.
+        reply_forms: forms of thoughts and tool calls that plugins have registered.
     """
 
     name: str
@@ -78,6 +81,8 @@ class ModelInfo:
     end_ids: tuple[int, ...] = ()
     speculative: str = ""
     tokenizer: str = ""
+    model_type: str = ""
+    reply_forms: tuple[ReplyForm, ...] = ()
 
 
 @dataclass(frozen=True)

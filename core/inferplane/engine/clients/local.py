@@ -11,12 +11,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from inferplane.dialogue.replies.catalog import FORMS
 from inferplane.engine.clients.client import Health, ModelInfo, Question, RequestId, Sink, Submission
 from inferplane.engine.clients.llm import LLM
 from inferplane.engine.request.constraint import Constraint
 from inferplane.engine.request.results import Delta, FinishReason
 from inferplane.engine.request.state import PieceReader, Request
 from inferplane.errors import EngineError, UsageError
+from inferplane.plugins import host
 
 _Key = tuple[Sink, RequestId]
 IDLE_S = 0.2
@@ -329,4 +331,6 @@ def model_info(llm: LLM) -> ModelInfo:
         block_tokens=engine.cache.block_tokens,
         end_ids=tuple(sorted(llm.end_ids())),
         speculative=engine.speculator.config.method if engine.speculator is not None else "",
+        model_type=str(llm.files.config.get("model_type") or ""),
+        reply_forms=tuple(form for form in host().reply_forms() if form not in FORMS),
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from inferplane.serving.chat.reply import REASONING, JoinedReply, ReplyPlan, ReplyReader
 from inferplane.serving.chat.request import ChatRequest
-from inferplane.serving.chat.tools import Call, ToolPlan, ToolReader, new_call_id
 from inferplane.serving.generation import Generation, Piece
 from inferplane.serving.rendering import GeneratedChoice, OpenAIRendering, finite_logprob
 
@@ -20,17 +20,17 @@ class ChatRendering(OpenAIRendering):
 
     Args:
         request: the request.
-        plan: what its tools mean.
+        plan: how replies are read.
         model: spells tokens.
         name: the model's name for the client.
         request_id: the answer's id.
     """
 
-    def __init__(self, request: ChatRequest, plan: ToolPlan, model: ServedModel, name: str, request_id: str) -> None:
+    def __init__(self, request: ChatRequest, plan: ReplyPlan, model: ServedModel, name: str, request_id: str) -> None:
         super().__init__(request, model, name, f"chatcmpl-{request_id}", "chat.completion.chunk")
         self._request, self._plan = request, plan
-        self._readers: dict[int, ToolReader] = {}
-        self._named: set[int] = set()
+        self._readers: dict[int, ReplyReader] = {}
+        self._is_text_only = not (request.logprobs or request.return_token_ids or self._includes_usage_so_far)
 
     # -- a stream
 
@@ -44,39 +44,42 @@ class ChatRendering(OpenAIRendering):
     def piece(self, generation: Generation, piece: Piece) -> bytes:
         delta, index = piece.delta, piece.choice
         self.count_so_far(generation, index, len(delta.token_ids))
-        reader = self._readers.setdefault(index, ToolReader(self._plan))
-        content = reader.feed(delta.text)
+        if self._plan.is_plain:
+            found: list[dict[str, Any]] = [{"content": delta.text}] if delta.text else []
+        else:
+            found = self._reader(index).feed(delta.text)
         out = []
-        if self._plan.mode == "named":
-            out.append(self._arguments(index, delta.text))
-        logprobs = self._logprobs(delta.logprobs)
-        ids = delta.token_ids if self._request.return_token_ids else None
-        if content and ids is None and logprobs is None and not self._includes_usage_so_far:
-            out.append(self._frames.encode(index, content, lambda text: self._chunk(index, {"content": text})))
-        elif content or ids or (logprobs and logprobs["content"]):
-            out.append(self._chunk(index, {"content": content} if content else {}, logprobs, ids=ids))
+        if self._is_text_only:
+            out += [self._encode(index, part) for part in found]
+        else:
+            logprobs = self._logprobs(delta.logprobs)
+            ids = delta.token_ids if self._request.return_token_ids else None
+            if found or ids or (logprobs and logprobs["content"]):
+                first, *rest = found or [{}]
+                out.append(self._chunk(index, first, logprobs, ids=ids))
+                out += [self._chunk(index, part, ids=None if ids is None else []) for part in rest]
         if delta.finish_reason is not None:
-            out.append(self._end(index, reader, delta.finish_reason))
+            out.append(self._end(index, delta.finish_reason))
         return b"".join(out)
 
-    def _arguments(self, index: int, text: str) -> bytes:
-        """Return a piece of the arguments of the one requested call."""
-        if index not in self._named:
-            self._named.add(index)
-            return self._chunk(index, {"tool_calls": [_format_streamed(0, Call(self._plan.named, text))]})
-        if not text:
-            return b""
-        return self._chunk(index, {"tool_calls": [{"index": 0, "function": {"arguments": text}}]})
+    def _reader(self, index: int) -> ReplyReader:
+        found = self._readers.get(index)
+        if found is None:
+            found = self._readers[index] = ReplyReader(self._plan)
+        return found
 
-    def _end(self, index: int, reader: ToolReader, reason: str) -> bytes:
-        rest, calls = reader.end()
-        out = []
-        if rest and self._plan.mode != "named":
-            out.append(self._chunk(index, {"content": rest}))
-        for i, call in enumerate(calls):
-            out.append(self._chunk(index, {"tool_calls": [_format_streamed(i, call)]}))
-        called = bool(calls) or self._plan.mode == "named"
-        out.append(self._chunk(index, {}, reason=_reason(reason, called)))
+    def _encode(self, index: int, part: dict[str, Any]) -> bytes:
+        if "tool_calls" in part:
+            return self._chunk(index, part)
+        encode_piece = lambda text: self._chunk(index, dict.fromkeys(part, text))  # noqa: E731
+        return self._frames.encode((index, *part), next(iter(part.values())), encode_piece)
+
+    def _end(self, index: int, reason: str) -> bytes:
+        if self._plan.is_plain:
+            return self._chunk(index, {}, reason=reason)
+        reader = self._reader(index)
+        out = [self._chunk(index, part) for part in reader.end()]
+        out.append(self._chunk(index, {}, reason=_reason(reason, reader.num_calls > 0)))
         return b"".join(out)
 
     def _chunk(
@@ -93,25 +96,35 @@ class ChatRendering(OpenAIRendering):
         found = [self._choice(i, choice) for i, choice in enumerate(choices)]
         return {**self._head, "object": "chat.completion", "choices": found, "usage": self.usage(generation)}
 
+    def usage(self, generation: Generation) -> dict[str, Any]:
+        usage = super().usage(generation)
+        if self._plan.form.reasoning is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": generation.reasoning_tokens}
+        return usage
+
     def _choice(self, index: int, choice: GeneratedChoice) -> dict[str, Any]:
-        reader = ToolReader(self._plan)
-        content = reader.feed(choice.text)
-        rest, calls = reader.end()
-        if self._plan.mode == "named":
-            calls, rest = [Call(self._plan.named, rest)], ""
-        message: dict[str, Any] = {"role": "assistant", "content": content + rest, "refusal": None}
-        if calls:
-            message["content"] = message["content"] or None
-            message["tool_calls"] = [_full(call) for call in calls]
+        reply = self._read(choice.text)
+        message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
+        if self._plan.has_reasoning:
+            message.update(dict.fromkeys(REASONING, reply.reasoning or None))
+        if reply.calls:
+            message["content"] = reply.content or None
+            message["tool_calls"] = reply.calls
         shown: dict[str, Any] = {
             "index": index,
             "message": message,
             "logprobs": self._logprobs(choice.logprobs),
-            "finish_reason": _reason(choice.finish_reason, bool(calls)),
+            "finish_reason": _reason(choice.finish_reason, bool(reply.calls)),
         }
         if self._request.return_token_ids:
             shown["token_ids"] = choice.token_ids
         return shown
+
+    def _read(self, text: str) -> JoinedReply:
+        if self._plan.is_plain:
+            return JoinedReply(text)
+        reader = ReplyReader(self._plan)
+        return JoinedReply.of([*reader.feed(text), *reader.end()])
 
     # -- log-probabilities
 
@@ -130,15 +143,6 @@ class ChatRendering(OpenAIRendering):
             return {"token": str(token), "logprob": finite_logprob(logprob), "bytes": None}
         name, raw = spelled.name_of(token), list(spelled.bytes_of(token))
         return {"token": name, "logprob": finite_logprob(logprob), "bytes": raw}
-
-
-def _full(call: Call) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": new_call_id(), "type": "function", "function": function}
-
-
-def _format_streamed(index: int, call: Call) -> dict[str, Any]:
-    return {"index": index, **_full(call)}
 
 
 def _reason(reason: str | None, called: bool) -> str | None:

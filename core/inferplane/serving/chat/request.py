@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 from inferplane.dialogue.messages import MAX_NAME_CHARACTERS
-from inferplane.serving.chat_template.fields import TemplateFields
+from inferplane.serving.chat.thinking import ThinkingFields
 from inferplane.serving.constraints.fields import Constrained
 from inferplane.serving.request_fields import Refused
 from inferplane.serving.wire import (
@@ -56,12 +56,20 @@ class EarlierFunction(JsonObject):
     arguments: str | dict[str, Any] | None = None
 
 
+class EarlierInput(JsonObject):
+    """A custom tool that an earlier answer called."""
+
+    name: str = Field(min_length=1, max_length=MAX_NAME_CHARACTERS)
+    input: str
+
+
 class EarlierCall(JsonObject):
-    """A call in a message."""
+    """A call in a message: it has `function`, or `custom`."""
 
     id: str | None = Field(None, max_length=MAX_NAME_CHARACTERS)
-    type: Literal["function"] = "function"
-    function: EarlierFunction
+    type: Literal["function", "custom"] = "function"
+    function: EarlierFunction | None = None
+    custom: EarlierInput | None = None
 
 
 class Message(JsonObject):
@@ -91,13 +99,18 @@ class Function(NamedFunction):
     strict: bool | None = None
 
 
-class Tool(RequestObject):
-    """A tool; every tool is a function."""
+class FunctionTool(RequestObject):
+    """A function as a tool."""
 
     refused = {name: Refused(f"function.{name}") for name in ("parameters", "strict")}
     type: Literal["function"]
     function: Function
     _given: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return self.function.name
 
     @property
     def given(self) -> dict[str, Any]:
@@ -106,18 +119,96 @@ class Tool(RequestObject):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _keep(cls, data: Any, handler: ModelWrapValidatorHandler[Tool]) -> Tool:
-        found: Tool = handler(data)
+    def _keep(cls, data: Any, handler: ModelWrapValidatorHandler[FunctionTool]) -> FunctionTool:
+        found: FunctionTool = handler(data)
         if isinstance(data, dict):
             found._given = data
         return found
 
 
+class GrammarFormat(RequestObject):
+    """A grammar of a custom tool's input: llguidance's dialect of Lark, or a regular expression in Rust's syntax."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str = Field(min_length=1)
+
+
+class TextInput(RequestObject):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class GrammarInput(RequestObject):
+    """Text that follows a grammar."""
+
+    type: Literal["grammar"]
+    grammar: GrammarFormat
+
+
+class Custom(NamedFunction):
+    """A custom tool: it takes one text."""
+
+    description: str | None = None
+    format: Annotated[TextInput | GrammarInput, Field(discriminator="type")] | None = None
+
+    @property
+    def grammar(self) -> GrammarFormat | None:
+        """The grammar of its input; None for any text."""
+        return self.format.grammar if isinstance(self.format, GrammarInput) else None
+
+
+class CustomTool(RequestObject):
+    """A custom tool as a tool."""
+
+    type: Literal["custom"]
+    custom: Custom
+
+    @property
+    def name(self) -> str:
+        """The tool's name."""
+        return self.custom.name
+
+
+Tool = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
+
+
 class NamedTool(RequestObject):
-    """The tool that must be called."""
+    """A function that must or may be called."""
 
     type: Literal["function"]
     function: NamedFunction
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return self.function.name
+
+
+class NamedCustomTool(RequestObject):
+    """A custom tool that must or may be called."""
+
+    type: Literal["custom"]
+    custom: NamedFunction
+
+    @property
+    def name(self) -> str:
+        """The tool's name."""
+        return self.custom.name
+
+
+class AllowedChoice(RequestObject):
+    """Which tools may be called, and whether one has to be."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool | NamedCustomTool], Field(min_length=1), AtMost(MAX_TOOLS)]
+
+
+class AllowedTools(RequestObject):
+    """Some of the tools. The model is shown all of them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedChoice
 
 
 class ConversationRequest(RequestBody):
@@ -132,7 +223,7 @@ class ConversationRequest(RequestBody):
         return self
 
 
-class ChatRequest(Constrained, TemplateFields, ConversationRequest):
+class ChatRequest(Constrained, ThinkingFields, ConversationRequest):
     """A conversation to be answered."""
 
     messages: Messages
@@ -141,7 +232,7 @@ class ChatRequest(Constrained, TemplateFields, ConversationRequest):
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
     tools: Annotated[list[Tool], AtMost(MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | NamedCustomTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     add_special_tokens: bool | None = Field(None, description="Add the model's special tokens around the conversation.")
     modalities: Annotated[list[Literal["text"]], AtMost(MAX_MODALITIES)] | None = None

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from inferplane.serving.chat.request import NamedFunction
 from inferplane.serving.wire import GeneratedResponse, JsonObject
 
@@ -45,13 +47,30 @@ class ToolCall(JsonObject):
     function: CalledFunction
 
 
+class CalledInput(JsonObject):
+    """A custom tool that the model called."""
+
+    name: str
+    input: str
+
+
+class CustomToolCall(JsonObject):
+    """A call of a custom tool in an answer."""
+
+    id: str
+    type: Literal["custom"]
+    custom: CalledInput
+
+
 class AnswerMessage(JsonObject):
     """The message that the model wrote."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None = None
-    tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = Field(None, description="The thought, of a model that thinks.")
+    reasoning: str | None = Field(None, description="As reasoning_content.")
+    tool_calls: list[ToolCall | CustomToolCall] | None = None
 
 
 class ChatChoice(JsonObject):

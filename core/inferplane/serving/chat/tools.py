@@ -1,37 +1,31 @@
-"""Tool calls: the constraint that a request's tools put on the text, and how calls are found in generated text.
+"""The tools of a request: what `tool_choice` allows and demands, and the constraint for calls in generic JSON.
 
-If a call is required (`tool_choice` "required" or a named function), a JSON schema constrains the text, so that every
-model makes a valid call. If a call is optional ("auto"), it is parsed in the form of the model's family: plain JSON
-(Llama 3), between `<tool_call>` tags (Hermes, Qwen), or between DeepSeek's marks.
+Sources: https://platform.openai.com/docs/api-reference/chat/create, "tools" and "tool_choice";
+https://platform.openai.com/docs/guides/function-calling, "Custom tools" and "Strict mode".
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import re
 import uuid
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from inferplane.serving.constraints.schemas import DATA, NAMES
-
-MAX_CALLS = 16
-TAG, TAG_END = "<tool_call>", "</tool_call>"
-MARKS, MARK, MARK_SEP = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
-_MARKED = re.compile(rf"{re.escape(MARK)}\s*function{re.escape(MARK_SEP)}([^\n]+)\n```json\n(.*?)\n```", re.DOTALL)
-_TAGGED = re.compile(rf"{TAG}\s*(.*?)\s*(?:{TAG_END}|$)", re.DOTALL)
-_BARE = '{"name"'
-_TRUNCATED = re.compile(r'\{\s*"name"\s*:\s*"([^"]*)"\s*,\s*"arguments"\s*:\s*(.*)', re.DOTALL)
-
-
-@dataclass(frozen=True)
-class Call:
-    """A function's name, and its arguments as JSON text."""
-
-    name: str
-    arguments: str
+from inferplane.dialogue.replies.calls import MAX_CALLS
+from inferplane.dialogue.replies.parser import Mode
+from inferplane.serving.chat.custom_input import input_schema
+from inferplane.serving.chat.request import (
+    AllowedTools,
+    ChatRequest,
+    CustomTool,
+    GrammarFormat,
+    NamedCustomTool,
+    NamedTool,
+    Tool,
+)
+from inferplane.serving.constraints.schemas import DATA, NAMES, arguments_schema, relax
+from inferplane.serving.errors import invalid
 
 
 @dataclass(frozen=True)
@@ -39,44 +33,133 @@ class ToolPlan:
     """What the tools of a request mean for its text.
 
     Args:
-        mode: "none": no calls; "auto": the text may contain calls; "required": the text is a list of calls; "named":
-            the text is one function's arguments.
-        tools: name -> schema of its parameters.
+        mode: "none": no calls; "auto": the text may contain calls; "required": it has one call or more; "named": it has
+            a call of one function.
+        tools: name -> schema of the arguments, of the tools that may be called.
         named: the function of mode "named".
         parallel: an answer may make several calls.
         not_enforced: keywords of the schemas that are not enforced.
+        custom: custom tools among them -> the grammar of their text; None for any text.
+        is_strict: a schema is to be enforced or refused.
     """
 
-    mode: Literal["none", "auto", "required", "named"] = "none"
-    tools: Mapping[str, Mapping[str, Any]] | None = None
+    mode: Mode = "none"
+    tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     named: str = ""
     parallel: bool = True
     not_enforced: tuple[str, ...] = ()
+    custom: Mapping[str, GrammarFormat | None] = field(default_factory=dict)
+    is_strict: bool = False
 
-    def schema(self) -> dict[str, Any] | None:
-        """Return the JSON schema of the text; None without a constraint."""
-        tools = self.tools or {}
-        if self.mode == "named":
-            return dict(tools[self.named])
-        if self.mode != "required":
-            return None
-        calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{i}"}},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-            for i, name in enumerate(tools)
-        ]
-        schemas = {str(i): _rebase_refs(schema, f"#/$defs/{i}") for i, schema in enumerate(tools.values())}
-        calls_of = {"items": {"anyOf": calls}, "minItems": 1, "maxItems": self.max_calls}
-        return {"type": "array", **calls_of, "$defs": schemas}
+    @property
+    def is_forced(self) -> bool:
+        """The text has a call."""
+        return self.mode in ("required", "named")
 
     @property
     def max_calls(self) -> int:
         """Most calls in an answer."""
-        return MAX_CALLS if self.parallel else 1
+        return MAX_CALLS if self.parallel and self.mode != "named" else 1
+
+    def constraint(self) -> dict[str, Any]:
+        """Return the constraint of a forced call in generic JSON, as fields of `SamplingParams`: in mode "required" a
+        list of objects with name and arguments, in mode "named" the arguments alone, or a custom tool's text.
+        """
+        if self.mode == "required":
+            return {"json_schema": _schema_of_calls(self.tools, self.max_calls)}
+        if self.named not in self.custom:
+            return {"json_schema": dict(self.tools[self.named])}
+        grammar = self.custom[self.named]
+        if grammar is None:
+            return {}
+        return {"regex" if grammar.syntax == "regex" else "grammar": grammar.definition}
+
+
+def plan_tools(request: ChatRequest) -> ToolPlan:
+    """Return what the tools of a request mean; raise ApiError 400 if `tool_choice` names a missing tool, or the
+    arguments of one are no object.
+    """
+    tools: dict[str, Mapping[str, Any]] = {}
+    custom: dict[str, GrammarFormat | None] = {}
+    dropped, is_strict = set[str](), False
+    for tool in request.tools or ():
+        if isinstance(tool, CustomTool):
+            grammar = tool.custom.grammar
+            custom[tool.name] = grammar
+            is_regex = grammar is not None and grammar.syntax == "regex"
+            schema = input_schema(grammar.definition if grammar is not None and is_regex else None)
+            if grammar is not None and not is_regex:
+                dropped.add("custom.format")
+            tools[tool.name] = relax(schema, dropped)
+        else:
+            schema = arguments_schema(tool.name, tool.function.parameters)
+            tools[tool.name] = schema if tool.function.strict else relax(schema, dropped)
+            is_strict = is_strict or bool(tool.function.strict)
+    mode, allowed = _read_choice(request, tools, custom)
+    if mode == "none" or not tools:
+        return ToolPlan()
+    tools = {name: schema for name, schema in tools.items() if name in allowed}
+    if mode == "named" and allowed[0] in custom:
+        dropped.discard("custom.format")  # the whole text is the tool's, and follows its grammar
+    named = allowed[0] if mode == "named" else ""
+    parallel = request.parallel_tool_calls is not False
+    shown = {name: grammar for name, grammar in custom.items() if name in tools}
+    return ToolPlan(mode, tools, named, parallel, tuple(sorted(dropped)), shown, is_strict)
+
+
+def _read_choice(
+    request: ChatRequest, tools: Mapping[str, Any], custom: Mapping[str, Any]
+) -> tuple[Mode, Sequence[str]]:
+    """Return the mode, and the names of the tools that may be called."""
+    choice = request.tool_choice
+    if isinstance(choice, (NamedTool, NamedCustomTool)):
+        _check_named(choice, tools, custom, "tool_choice")
+        return "named", [choice.name]
+    if isinstance(choice, AllowedTools):
+        allowed = choice.allowed_tools
+        for i, tool in enumerate(allowed.tools):
+            _check_named(tool, tools, custom, f"tool_choice.allowed_tools.tools[{i}]")
+        return allowed.mode, [tool.name for tool in allowed.tools]
+    if not tools and choice == "required":
+        raise invalid("tool_choice is 'required', and there are no tools.", "tool_choice")
+    return choice or "auto", list(tools)
+
+
+def _check_named(
+    choice: NamedTool | NamedCustomTool, tools: Mapping[str, Any], custom: Mapping[str, Any], path: str
+) -> None:
+    is_custom = isinstance(choice, NamedCustomTool)
+    if choice.name not in tools or (choice.name in custom) != is_custom:
+        kind = "custom tools" if is_custom else "tools"
+        raise invalid(f"{path} names {choice.name!r}, which is none of the {kind}.", path)
+
+
+def list_shown_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
+    """Return tools as templates get them: functions as the client wrote them, custom tools as functions of a text."""
+    return [_make_function(tool) if isinstance(tool, CustomTool) else tool.given for tool in tools or ()]
+
+
+def _make_function(tool: CustomTool) -> dict[str, Any]:
+    grammar, words = tool.custom.grammar, tool.custom.description or ""
+    if grammar is not None:
+        words = f"{words}\n\nThe input follows this {grammar.syntax} grammar:\n{grammar.definition}".lstrip()
+    function = {"name": tool.name, "description": words, "parameters": input_schema()}
+    return {"type": "function", "function": function}
+
+
+def _schema_of_calls(tools: Mapping[str, Mapping[str, Any]], most: int) -> dict[str, Any]:
+    """Return the JSON schema of a list of calls."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{i}"}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for i, name in enumerate(tools)
+    ]
+    schemas = {str(i): _rebase_refs(schema, f"#/$defs/{i}") for i, schema in enumerate(tools.values())}
+    return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "maxItems": most, "$defs": schemas}
 
 
 def _rebase_refs(schema: Any, to: str) -> Any:
@@ -100,112 +183,6 @@ def _rebase_refs(schema: Any, to: str) -> Any:
 def new_call_id() -> str:
     """Return an id for a call: nine letters and digits, as Mistral's templates demand when the call comes back."""
     return uuid.uuid4().hex[:9]
-
-
-def parse_calls(text: str, known: Collection[str]) -> list[Call] | None:
-    """Return the calls that a text consists of; None if it is something else, or calls an unknown function."""
-    if MARK in text:
-        found = [Call(name.strip(), arguments) for name, arguments in _MARKED.findall(text)]
-    elif TAG in text:
-        found = [call for inner in _TAGGED.findall(text) if (call := _call_of(_loads(inner)))]
-    else:
-        data = _loads(text)
-        items = data if isinstance(data, list) else [data] if data is not None else _parse_objects(text)
-        calls = [_call_of(d) for d in items]
-        found = [c for c in calls if c is not None] if all(calls) else []
-    valid = bool(found) and all(c.name in known and isinstance(_loads(c.arguments), dict) for c in found)
-    return found if valid else None
-
-
-def parse_truncated_calls(text: str, known: Collection[str]) -> list[Call]:
-    """Return the calls of a truncated list of calls; the last one has the arguments that were generated."""
-    found, at, decoder = [], text.find("[") + 1, json.JSONDecoder()
-    with contextlib.suppress(ValueError, RecursionError):
-        while True:
-            at += len(text[at:]) - len(text[at:].lstrip(" \t\r\n,"))
-            data, at = decoder.raw_decode(text, at)
-            found += [call for call in [_call_of(data)] if call is not None]
-    last = _TRUNCATED.match(text, at)
-    if last is not None:
-        found.append(Call(last[1], last[2]))
-    return [call for call in found if call.name in known]
-
-
-def _parse_objects(text: str) -> list[Any]:
-    """Parse JSON objects that are separated by semicolons or line ends."""
-    return [_loads(part) for part in re.split(r"[;\n]+", text) if part.strip()]
-
-
-def _loads(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _call_of(data: Any) -> Call | None:
-    if not isinstance(data, dict) or not isinstance(data.get("name"), str):
-        return None
-    arguments = data.get("arguments", data.get("parameters", {}))
-    return Call(data["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
-
-
-class ToolReader:
-    """Separates content from calls in a text that arrives piece by piece.
-
-    Args:
-        plan: which calls to expect.
-    """
-
-    def __init__(self, plan: ToolPlan) -> None:
-        self._plan = plan
-        self._pending = ""
-        self._in_calls = plan.mode == "required"
-        self._any_content = False
-        self._is_bare = False
-
-    def feed(self, text: str) -> str:
-        """Add text, and return what of it is content. In mode "named" that is nothing: all text is arguments."""
-        if self._plan.mode == "none":
-            return text
-        self._pending += text
-        if self._plan.mode != "auto" or self._in_calls:
-            return ""
-        if not self._any_content and self._may_be_bare():
-            return ""
-        starts = [at for mark in (TAG, MARKS) if (at := self._pending.find(mark)) >= 0]
-        if starts:
-            self._in_calls = True
-            return self._release(min(starts))
-        return self._release(len(self._pending) - _partial_mark_length(self._pending, (TAG, MARKS)))
-
-    def end(self) -> tuple[str, list[Call]]:
-        """End the text, and return the remaining content and the calls."""
-        pending, self._pending = self._pending, ""
-        if not pending or self._plan.mode in ("none", "named"):
-            return pending, []
-        calls = parse_calls(pending, self._plan.tools or {})
-        if calls is None and self._plan.mode == "required":  # truncated: incomplete calls are not content
-            return "", parse_truncated_calls(pending, self._plan.tools or {})[: self._plan.max_calls]
-        return ("", calls[: self._plan.max_calls]) if calls else (pending, [])
-
-    def _may_be_bare(self) -> bool:
-        if not self._is_bare:  # once it is one, later text is not checked again
-            so_far = "".join(self._pending.split())
-            self._is_bare = so_far.startswith(_BARE)
-            return self._is_bare or _BARE.startswith(so_far)
-        return True
-
-    def _release(self, count: int) -> str:
-        out, self._pending = self._pending[:count], self._pending[count:]
-        self._any_content = self._any_content or bool(out)
-        return out
-
-
-def _partial_mark_length(text: str, marks: Sequence[str]) -> int:
-    """Return how many characters at the end of a text may begin a mark."""
-    longest = max(map(len, marks)) - 1
-    return next((n for n in range(min(longest, len(text)), 0, -1) if any(m.startswith(text[-n:]) for m in marks)), 0)
 
 
 def describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:

@@ -5,21 +5,22 @@ Source: https://docs.vllm.ai, "OpenAI-Compatible Server", chat API; `apply_chat_
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
 from inferplane.dialogue.messages import KEYS
 from inferplane.dialogue.template import Template
 from inferplane.serving.chat_template.sources import MAX_CHARACTERS
-from inferplane.serving.errors import invalid
+from inferplane.serving.errors import ApiError, invalid
 from inferplane.serving.request_fields import MAX_UNKNOWN
-from inferplane.serving.wire import AtMost, RequestBody
+from inferplane.serving.wire import MAX_TOKENS, AtMost, RequestBody, RequestObject
 
 MAX_VARIABLES, MAX_DOCUMENTS = 64, 1024
+SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which templates turn the thought on and off; a template reads one of them."""
 RESERVED = ("messages", "tools", "chat_template", "tokenize", "add_generation_prompt", "continue_final_message")
 """Variables and options that have fields of their own, or that a request cannot set."""
 
@@ -59,6 +60,15 @@ class TemplateVariables(NamedTuple):
         return before if after.startswith(" ") else before.rstrip()
 
 
+class Thinking(RequestObject):
+    """Whether the model thinks, as Anthropic, DeepSeek and GLM have it."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = Field(
+        None, description="As thinking_token_budget, in a chat."
+    )
+
+
 class TemplateFields(RequestBody):
     """How the model's template renders a conversation."""
 
@@ -70,16 +80,21 @@ class TemplateFields(RequestBody):
     chat_template: Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)] | None = Field(
         None, description="A template in place of the model's, if the server's settings allow it."
     )
-    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = Field(
+        None, description='How much the model thinks; "none": not at all.'
+    )
+    enable_thinking: bool | None = Field(None, description="Whether the model thinks, if its template can tell it.")
+    thinking: bool | Thinking | None = Field(None, description="As enable_thinking.")
     documents: Annotated[list[dict[str, Any]], AtMost(MAX_DOCUMENTS)] | None = Field(
         None, description="Texts for a template that shows them."
     )
 
-    def template_variables(self, template: Template | None) -> TemplateVariables:
+    def template_variables(self, template: Template | None, can_think: bool = False) -> TemplateVariables:
         """Return what the template gets.
 
         Args:
             template: the model's.
+            can_think: the model is known to write thoughts.
 
         Raises:
             ApiError: 400, fields exclude each other, or the template does not read one that changes the answer.
@@ -88,27 +103,53 @@ class TemplateFields(RequestBody):
             raise invalid(
                 "continue_final_message and add_generation_prompt exclude each other.", "continue_final_message"
             )
-        values: dict[str, Any] = {}
-        for name in ("reasoning_effort", "documents"):
-            value = getattr(self, name)
-            if value and not _is_read(template, name):
-                raise invalid(f"{name}: The model's chat template does not read it.", name, "unsupported")
-            if value:
-                values[name] = value
+        values, ignored = self._thinking_variables(template, can_think)
+        if self.documents:
+            if not _is_read(template, "documents"):
+                raise _make_refusal("documents")
+            values["documents"] = self.documents
         given = self.chat_template_kwargs or {}
         for name in given:
             if name in RESERVED:
                 raise invalid(f"chat_template_kwargs cannot set {name}.", f"chat_template_kwargs.{name}")
         values.update(given)
         values["add_generation_prompt"] = not self.continue_final_message and self.add_generation_prompt is not False
-        ignored = [f"chat_template_kwargs.{name}" for name in sorted(given) if not _is_read(template, name)]
+        ignored += [f"chat_template_kwargs.{name}" for name in sorted(given) if not _is_read(template, name)]
         return TemplateVariables(values, ignored, uuid.uuid4().hex if self.continue_final_message else "")
+
+    def _thinking_variables(self, template: Template | None, can_think: bool) -> tuple[dict[str, Any], list[str]]:
+        """Return the variables that say whether and how much the model thinks, and the fields without effect."""
+        switches = [name for name in SWITCHES if _is_read(template, name)]
+        effort, values = self.reasoning_effort or None, dict[str, Any]()
+        field, thinks = self._read_switch()
+        if effort is not None and _is_read(template, "reasoning_effort") and (effort != "none" or not switches):
+            values["reasoning_effort"] = effort
+        elif effort is not None and field is None:
+            field, thinks = "reasoning_effort", effort != "none"
+        if field is None:
+            return values, []
+        if switches:
+            exact = field != "reasoning_effort" or not thinks
+            return {**dict.fromkeys(switches, thinks), **values}, [] if exact else [field]
+        if can_think and not thinks:
+            raise _make_refusal(field)
+        return values, [field]
+
+    def _read_switch(self) -> tuple[str | None, bool]:
+        """Return the field that turns thinking on or off, None if none does, and whether it is on."""
+        if self.enable_thinking is not None:
+            return "enable_thinking", self.enable_thinking
+        if isinstance(self.thinking, Thinking):
+            return "thinking", self.thinking.type != "disabled"
+        return (None, True) if self.thinking is None else ("thinking", self.thinking)
+
+
+def _make_refusal(field: str) -> ApiError:
+    return invalid(f"{field}: The model's chat template does not read it.", field, "unsupported")
 
 
 def _is_read(template: Template | None, name: str) -> bool:
-    """Return whether a template names a variable."""
-    sources = "" if template is None else f"{template.source} {template.tool_source or ''}"
-    return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", sources) is not None
+    return template is not None and template.reads_variable(name)
 
 
 def list_unread_keys(messages: Sequence[Mapping[str, Any]], template: Template | None) -> list[str]:

@@ -14,6 +14,7 @@ from inferplane.serving.admission import Deadline, GenerateCall, check_prompt_le
 from inferplane.serving.chat import call as chat
 from inferplane.serving.chat.rendering import ChatRendering
 from inferplane.serving.chat.request import ChatRequest
+from inferplane.serving.chat.tools import plan_tools
 from inferplane.serving.errors import ApiError
 from inferplane.serving.http.completions import CompletionRendering, CompletionRequest
 from inferplane.serving.http.embeddings import EmbeddingRendering, EmbeddingRequest
@@ -106,8 +107,8 @@ async def _chat(service: Service, data: dict[str, Any], num_bytes: int, request_
     request.check_consistency()
     model = service.ready_model
     name = model.resolve_name(request.model)
-    plan = await service.read(num_bytes, chat.plan_tools, request)
-    call = await chat.build_call(request, model, plan)
+    tools = await service.read(num_bytes, plan_tools, request)
+    call, plan = await chat.build_call(request, model, tools)
     rendering = ChatRendering(request, plan, model, name, request_id)
     return _response(service, request, call, rendering, stream=bool(request.stream))
 

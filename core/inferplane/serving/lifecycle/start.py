@@ -83,6 +83,7 @@ def run(resolved: ResolvedSettings, pins: Mapping[str, str]) -> int:
         from inferplane.serving.chat_template.sources import read_template
 
         read_template(settings.chat_template)
+    check_parsers(settings)
     keys = Keys(read_keys(settings))
     os.environ.pop(f"{PREFIX}API_KEY", None)  # what this process starts has no use for it
     check_certificate(settings)
@@ -192,6 +193,19 @@ def check_model_and_device(settings: ServerSettings) -> None:
         from inferplane.plugins import host
 
         host().backend(settings.device, index=settings.index)
+
+
+def check_parsers(settings: ServerSettings) -> None:
+    """Raise UsageError if no form of replies has the name that a setting gives."""
+    from inferplane.dialogue.replies.catalog import FORMS, choose_form, find_form
+
+    names = settings.reasoning_parser, settings.tool_call_parser
+    try:
+        choose_form(find_form(None), *names)
+    except UsageError:  # plugins may have more, which costs an import of torch here
+        from inferplane.plugins import host
+
+        choose_form(find_form(None), *names, (*host().reply_forms(), *FORMS))
 
 
 def check_certificate(settings: ServerSettings) -> None:

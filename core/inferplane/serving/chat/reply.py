@@ -1,0 +1,160 @@
+"""Reads a reply as it is generated, and states its parts in OpenAI's form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from inferplane.dialogue.replies.events import Arguments, CallStart, Content, Event, Reasoning
+from inferplane.dialogue.replies.forms import ReplyForm
+from inferplane.dialogue.replies.parser import ReplyParser
+from inferplane.serving.chat.custom_input import InputReader
+from inferplane.serving.chat.tools import ToolPlan, new_call_id
+
+REASONING = ("reasoning_content", "reasoning")
+"""The names of a thought: DeepSeek's and vLLM's older one, and OpenRouter's and vLLM's present one."""
+
+
+@dataclass(frozen=True)
+class ReplyPlan:
+    """How the replies to a request are read.
+
+    Args:
+        tools: what its tools mean.
+        form: how the model writes thoughts and calls.
+        reasoning_is_open: the prompt has begun the thought.
+        shows_reasoning: the answer has the thought, too.
+        is_bare: the text after the thought is what a named tool is called with, without marks.
+        num_earlier_calls: calls in the conversation, for ids that count them.
+    """
+
+    tools: ToolPlan
+    form: ReplyForm
+    reasoning_is_open: bool = False
+    shows_reasoning: bool = True
+    is_bare: bool = False
+    num_earlier_calls: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """All text is content."""
+        return self.form.reasoning is None and self.tools.mode == "none" and not self.form.uses_channels
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Answers have a place for a thought."""
+        return self.form.reasoning is not None and self.shows_reasoning
+
+
+class ReplyReader:
+    """Reads one reply. Each part is a delta, as in OpenAI's streams: content, a thought, or a piece of one call.
+
+    Args:
+        plan: how.
+    """
+
+    def __init__(self, plan: ReplyPlan) -> None:
+        self._plan = plan
+        mode = "none" if plan.is_bare else plan.tools.mode
+        self._parser = ReplyParser(
+            plan.form,
+            plan.tools.tools,
+            reasoning_is_open=plan.reasoning_is_open,
+            mode=mode,
+            max_calls=plan.tools.max_calls,
+        )
+        self._inputs: dict[int, InputReader] = {}
+        self.num_calls = 0
+
+    def feed(self, text: str) -> list[dict[str, Any]]:
+        """Add text, and return the parts that are certain."""
+        return [delta for event in self._parser.feed(text) for delta in self._states(event)]
+
+    def end(self) -> list[dict[str, Any]]:
+        """End the text, and return the remaining parts."""
+        found = [delta for event in self._parser.end() for delta in self._states(event)]
+        if self._plan.is_bare and not self.num_calls:
+            found += self._begin(CallStart(0, self._plan.tools.named, ""))
+        for index, reader in self._inputs.items():
+            found += self._piece(index, "custom", reader.end())
+        return found
+
+    def _states(self, event: Event) -> Iterator[dict[str, Any]]:
+        if isinstance(event, Reasoning):
+            if self._plan.shows_reasoning:
+                yield dict.fromkeys(REASONING, event.text)
+        elif isinstance(event, CallStart):
+            yield from self._begin(event)
+        elif isinstance(event, Arguments):
+            reader = self._inputs.get(event.index)
+            kind, text = ("custom", reader.feed(event.text)) if reader else ("function", event.text)
+            yield from self._piece(event.index, kind, text)
+        elif not self._plan.is_bare:
+            yield {"content": event.text}
+        else:
+            yield from self._bare(event)
+
+    def _bare(self, event: Content) -> Iterator[dict[str, Any]]:
+        """A piece of what the named tool is called with."""
+        name = self._plan.tools.named
+        if not self.num_calls:
+            yield from self._begin(CallStart(0, name, ""))
+        yield from self._piece(0, "custom" if name in self._plan.tools.custom else "function", event.text)
+
+    def _begin(self, event: CallStart) -> Iterator[dict[str, Any]]:
+        self.num_calls += 1
+        call = {"index": event.index, "id": event.id or self._new_id(event)}
+        if event.name in self._plan.tools.custom:
+            if not self._plan.is_bare:
+                self._inputs[event.index] = InputReader()
+            yield {"tool_calls": [{**call, "type": "custom", "custom": {"name": event.name, "input": ""}}]}
+        else:
+            yield {"tool_calls": [{**call, "type": "function", "function": {"name": event.name, "arguments": ""}}]}
+
+    def _new_id(self, event: CallStart) -> str:
+        """Return an id in the model's own form if that is made of name and number, else letters and digits."""
+        form = self._plan.form.tools[0].id_form if self._plan.form.tools else ""
+        if not form or "{id}" in form:
+            return new_call_id()
+        return form.format(name=event.name, index=self._plan.num_earlier_calls + event.index)
+
+    def _piece(self, index: int, kind: str, text: str) -> Iterator[dict[str, Any]]:
+        if text:
+            key = "arguments" if kind == "function" else "input"
+            yield {"tool_calls": [{"index": index, kind: {key: text}}]}
+
+
+@dataclass
+class JoinedReply:
+    """A whole reply, joined from its parts.
+
+    Args:
+        content: for the user.
+        reasoning: the thought.
+        calls: with their ids, as in OpenAI's messages.
+    """
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, deltas: Sequence[dict[str, Any]]) -> JoinedReply:
+        """Return the reply that deltas make, in the order of a stream."""
+        content, reasoning, calls = [], [], dict[int, dict[str, Any]]()
+        pieces = dict[int, list[str]]()
+        for delta in deltas:
+            content.append(delta.get("content", ""))
+            reasoning.append(delta.get(REASONING[0], ""))
+            for call in delta.get("tool_calls", ()):
+                index = call["index"]
+                calls.setdefault(index, call)
+                body = call.get("function") or call["custom"]
+                pieces.setdefault(index, []).append(body.get("arguments") or body.get("input") or "")
+        return cls("".join(content), "".join(reasoning), [_join(calls[i], "".join(pieces[i])) for i in sorted(calls)])
+
+
+def _join(call: dict[str, Any], text: str) -> dict[str, Any]:
+    kind, key = ("function", "arguments") if "function" in call else ("custom", "input")
+    return {"id": call["id"], "type": call["type"], kind: {"name": call[kind]["name"], key: text}}
