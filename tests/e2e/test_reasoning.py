@@ -138,5 +138,5 @@ def test_what_cannot_be_done_is_said(llm, tmp_path):
     with pytest.raises(UsageError, match=r"structural_tags: the grammar after '<call>' is refused"):
         one(llm, structural_tags=[{"trigger": "<call>", "grammar": "start: missing"}])
     ids = write(tmp_path, None)
-    with opened(ids) as plain, pytest.raises(UsageError, match="reasoning span concerns text"):
+    with opened(ids) as plain, pytest.raises(UsageError, match="reasoning span has marks that are text"):
         plain.generate([[5, 6]], SamplingParams(reasoning=SPAN))

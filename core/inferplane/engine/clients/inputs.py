@@ -91,8 +91,9 @@ class InputProcessor:
             try:
                 tokenizer = self.tokenizer
             except (UsageError, CheckpointError) as error:
-                what = f"A {_constraint_name(params)} concerns text, which needs the model's tokenizer. {error.what}"
-                raise UsageError(what, remedy="add its tokenizer.json, or leave it out") from error
+                subject, rule = _name_rule(params)
+                what = f"{subject} text, which needs the model's tokenizer. {error.what}"
+                raise UsageError(what, remedy=f"add its tokenizer.json, or leave the {rule} out") from error
             end_ids = self.end_ids()
             if self._grammars is None and params.needs_grammar:
                 self._grammars = Grammars(tokenizer.fast, vocab, end_ids)
@@ -108,11 +109,13 @@ class InputProcessor:
             self._grammars.close()
 
 
-def _constraint_name(params: SamplingParams) -> str:
-    """What of the parameters needs a tokenizer."""
+def _name_rule(params: SamplingParams) -> tuple[str, str]:
+    """What of the parameters needs a tokenizer: as the beginning of a sentence about text, and its name."""
     if params.constraint is not None:
-        return params.constraint[0]
-    return "structural tag" if params.structural_tags else "reasoning span"
+        return f"A {params.constraint[0]} constrains", "constraint"
+    if params.structural_tags:
+        return "A structural tag constrains", "structural tags"
+    return "A reasoning span has marks that are", "reasoning span"
 
 
 def _end_ids(files: ModelFiles) -> frozenset[int]:

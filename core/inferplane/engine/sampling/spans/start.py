@@ -48,27 +48,23 @@ def _start_tags(tags: Sequence[StructuralTag], facts: ModelFacts, grammars: Gram
 
 
 def _make_marks(span: ReasoningSpan, facts: ModelFacts, answer: Constraint | None) -> ThoughtMarks:
+    """The marks of a span. Only what has to be written, or may have to be, needs a tokenizer that can write it."""
     tokens = facts.tokens
-    begins = [_encode(mark, facts) for mark in span.begin]
-    forced = _encode(span.forced_end, facts)
-    if not any(mark.encode() in b"".join(map(tokens.bytes_of, forced)) for mark in span.end):
+    forced = _encode(span.forced_end, facts) if span.max_tokens is not None else []
+    if span.max_tokens is not None and not forced:
         raise _not_writable("forced_end", span.forced_end)
-    if begins and not any(begins):
-        raise _not_writable("begin", span.begin[0])
     begin_tokens: dict[bytes, int] = {}
-    for ids in begins:
-        text = b""
-        for token in ids:
-            begin_tokens.setdefault(text, token)
-            text += tokens.bytes_of(token)
-    return ThoughtMarks(
-        MarkFinder(span.begin, tokens, may_run_over=True),
-        MarkFinder(span.end, tokens, may_run_over=answer is None),
-        begin_tokens,
-        forced,
-        span.is_open,
-        span.max_tokens,
-    )
+    if answer is not None and not span.is_open:
+        for mark in span.begin:
+            text = b""
+            for token in _encode(mark, facts):
+                begin_tokens.setdefault(text, token)
+                text += tokens.bytes_of(token)
+        if not begin_tokens:
+            raise _not_writable("begin", span.begin[0])
+    begin = MarkFinder(span.begin, tokens, may_run_over=True)
+    end = MarkFinder(span.end, tokens, may_run_over=answer is None)
+    return ThoughtMarks(begin, end, begin_tokens, forced, span.is_open, span.max_tokens)
 
 
 def _encode(text: str, facts: ModelFacts) -> list[int]:

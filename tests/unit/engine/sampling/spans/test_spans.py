@@ -330,9 +330,15 @@ def test_marks_that_cannot_be_written(model):
             return [5]
 
     facts = model.facts._replace(tokens=MarkedTokens(model.bytes_of, Poor().encode, model.vocab))
-    for name, span in (("forced_end", {**THINK, "is_open": True}), ("forced_end", THINK)):
-        with pytest.raises(UsageError, match=f"cannot write {name} = "):
-            start_constraint(SamplingParams(reasoning=span), facts, None)
+    limited = SamplingParams(reasoning={**THINK, "max_tokens": 5})
+    with pytest.raises(UsageError, match=r"SamplingParams: reasoning: .* cannot write forced_end = '</think>'"):
+        start_constraint(limited, facts, None)
+    before = SamplingParams(reasoning=THINK, regex="a")
+    with pytest.raises(UsageError, match=r"cannot write begin = '<think>'"):
+        start_constraint(before, facts, model.grammars)
+    counted = start_constraint(SamplingParams(reasoning=THINK), facts, None)
+    counted.accept(model.encode("<think>c</think>d"))
+    assert counted.reasoning_tokens == 3, "to find marks, none has to be written"
 
 
 def test_only_the_last_tokens_can_be_undone(model):
