@@ -21,7 +21,7 @@ from inferplane.serving.shared_state.slots import SlotReservation
 from inferplane.serving.tracing import trace_headers
 from inferplane.serving.wire import parse
 
-MAX_SKIPPED_PASSES = 2
+MAX_SKIPPED_PASSES = 8
 """Most passes in succession in which a limiter lets none of its tasks continue, because those of another one do."""
 
 
