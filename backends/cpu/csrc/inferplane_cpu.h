@@ -58,8 +58,8 @@ void ip_gather_rows(const ip_matrix *w, const int64_t *ids, int64_t count, float
 void ip_scale_logits(const ip_logit_scale *scale, float *logits, int64_t count);
 // How many bytes `data` of a weight in panels has; reads kind, group, n and k of w.
 int64_t ip_packed_bytes(const ip_matrix *w);
-// Writes int8 entries [n, k] (int4: -8 .. 7, or 0 .. 15 with minimums) as panels to `out`, ip_packed_bytes(w) bytes. Returns 1; 0 if w is
-// IP_MXFP4 and an entry is none that it has.
+// Writes int8 entries [n, k] (int4: -8 .. 7, or 0 .. 15 with minimums; int6: -32 .. 31) as panels to `out`,
+// ip_packed_bytes(w) bytes. Returns 1; 0 if w is IP_MXFP4 or IP_INT6 and an entry is none that it has.
 int ip_pack_weight(const ip_matrix *w, const int8_t *values, uint8_t *out);
 
 // -- row by row

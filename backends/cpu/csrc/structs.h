@@ -18,7 +18,9 @@ enum ip_kind {
   // data: as IP_INT4, but nibbles are MXFP4's entries (e2m1; the highest bit is the sign). Each stands for twice its
   // value, an integer from -12 to 12.
   IP_MXFP4 = 6,
-  IP_KINDS = 7,  // how many kinds there are
+  // data: panels of 16 rows of entries of 6 bits (value + 32), groups of 16 columns, see products/weight_panels.h
+  IP_INT6 = 7,
+  IP_KINDS = 8,  // how many kinds there are
 };
 
 // Activation functions: x / (1 + exp(-x)), GELU by the error function and by tanh, max(x, 0)^2.
@@ -28,21 +30,21 @@ enum ip_activation { IP_SILU = 0, IP_GELU = 1, IP_GELU_TANH = 2, IP_RELU2 = 3 };
 typedef struct {
   int32_t kind;
   // IP_INT8, IP_INT4, IP_MXFP4: columns that share a scale, a multiple of 32 up to 128, or 16 with IP_INT8; 0: one scale
-  // per row. IP_FP8: rows that share one.
+  // per row. IP_INT6: 16. IP_FP8: rows that share one.
   int32_t group;
   int64_t n, k, ld;
   const void *data;
-  const float *scale;  // IP_INT8, IP_INT4, IP_MXFP4: [ceil(n / 16), groups, 16]; IP_FP8: by blocks
-  const ip_bf16 *scale_f16;  // IP_INT8, IP_INT4: the same as float16, used if `scale` is null
+  const float *scale;  // IP_INT8, IP_INT6, IP_INT4, IP_MXFP4: [ceil(n / 16), groups, 16]; IP_FP8: by blocks
+  const ip_bf16 *scale_f16;  // IP_INT8, IP_INT6, IP_INT4: the same as float16, used if `scale` is null
   const ip_bf16 *bias;  // [n] or null
   // IP_MXFP4: scales that are powers of two as the exponent bits of float32, used if `scale` is null.
   const uint8_t *scale_exponent;
-  // IP_INT8, IP_INT4: scales as integers [ceil(n / 16), groups, 16] times a unit per 256 columns [ceil(n / 16), ceil(k /
-  // 256), 16], used if all others are null.
+  // IP_INT8, IP_INT6, IP_INT4: scales as integers [ceil(n / 16), groups, 16] times a unit per 256 columns [ceil(n / 16),
+  // ceil(k / 256), 16], used if all others are null.
   const int8_t *scale_code;
   const float *scale_unit;
-  // IP_INT8, IP_INT4 with groups of columns: a number per group that is added to each of its values, in one of the forms
-  // of scales; all null: none. Entries of IP_INT4 with minimums are 0 .. 15.
+  // IP_INT8, IP_INT6, IP_INT4 with groups of columns: a number per group that is added to each of its values, in one of
+  // the forms of scales; all null: none. Entries of IP_INT4 with minimums are 0 .. 15.
   const float *minimum;
   const ip_bf16 *minimum_f16;
   const int8_t *minimum_code;

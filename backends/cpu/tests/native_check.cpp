@@ -96,7 +96,7 @@ Stored weight(int kind, int group, int64_t n, int64_t k) {
     }
     s.m.data = data, s.m.scale = scale;
   } else {
-    int top = kind == IP_INT4 ? 7 : 127;
+    int top = kind == IP_INT4 ? 7 : kind == IP_INT6 ? 31 : 127;
     const int fours[] = {0, 1, 2, 3, 4, 6, 8, 12};
     int64_t groups = group == 16 ? (k + 31) / 32 * 2 : group ? (k + group - 1) / group : 1, panels = (n + 15) / 16;
     float *scale = keep<float>(s, panels * groups * 16), *minimum = keep<float>(s, panels * groups * 16);
@@ -137,7 +137,7 @@ Stored weight(int kind, int group, int64_t n, int64_t k) {
 void products() {
   const int kinds[][2] = {{IP_BF16, 0}, {IP_BF16_REORDERABLE, 0}, {IP_FP8, 128}, {IP_FP8, 24}, {IP_INT8, 0}, {IP_INT8, 64}, {IP_INT8, 128}, {IP_INT4, 32}, {IP_INT4, 96}, {IP_INT4, 0}, {IP_MXFP4, 32}, {IP_W8A8, 0},
                           {IP_INT8, 16}, {IP_INT8 + kCoded, 16}, {IP_INT8 + kMinimums + kCoded, 16}, {IP_INT8, 32},
-                          {IP_INT4 + kMinimums, 32}, {IP_INT4 + kMinimums + kCoded, 32}};
+                          {IP_INT6, 16}, {IP_INT6 + kCoded, 16}, {IP_INT6 + kMinimums + kCoded, 16}, {IP_INT4 + kMinimums, 32}, {IP_INT4 + kMinimums + kCoded, 32}};
   const int64_t sizes[][3] = {{1, 1, 1}, {3, 17, 31}, {16, 33, 160}, {37, 70, 257}, {70, 200, 96}, {85, 144, 300}, {1, 37, 530}, {2, 33, 512}, {66, 33, 513}};
   for (auto &kind : kinds)
     for (auto &size : sizes) {
@@ -315,7 +315,7 @@ void experts() {
 void layers(bool coded) {
   const int kinds[][2] = {{IP_BF16, 0},   {IP_BF16_REORDERABLE, 0}, {IP_FP8, 128}, {IP_INT8, 64},
                           {IP_INT8, 128}, {IP_INT4, 32},       {IP_INT4, 96}, {IP_W8A8, 0},
-                          {IP_INT8 + kCoded, 16}, {IP_INT4 + kMinimums + kCoded, 32}};
+                          {IP_INT8 + kCoded, 16}, {IP_INT6 + kCoded, 16}, {IP_INT4 + kMinimums + kCoded, 32}};
   for (auto &kind : kinds)
     for (int32_t many : {1, 8, 90}) {
       int64_t width = kind[0] == IP_BF16_REORDERABLE ? 530 : 70, heads = 4, kv = 2, dim = many > 8 ? 32 : 22, inner = 48, slots = 120 * 16;

@@ -8,14 +8,15 @@ from inferplane.quant.gguf_blocks import LAYOUTS, unpack
 from inferplane.types import QTensor
 from inferplane_cpu.kernels.linear import multiply, multiply_on_tiles
 from inferplane_cpu.kernels.packing import Panels, expand_rows
-from inferplane_cpu.native import instruction_sets, native, use_instruction_set
+from inferplane_cpu.native import INT6, INT8, instruction_sets, library, native, use_instruction_set
+from inferplane_cpu.structs import Matrix
 
 SETS = instruction_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason=f"not run: {native().reason}")
 KINDS = [kind for kind, layout in LAYOUTS.items() if layout.format in GROUPED]
 HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)} | dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))
 """Where a block has float16 numbers; otherwise at its beginning."""
-BYTES = {"Q4_0": 18 * 8, "Q4_1": 20 * 8, "Q8_0": 34 * 8, "Q4_K": 128 + 2 * 8 + 2 * 4, "Q6_K": 256 + 16 + 4}
+BYTES = {"Q4_0": 18 * 8, "Q4_1": 20 * 8, "Q8_0": 34 * 8, "Q4_K": 128 + 2 * 8 + 2 * 4, "Q6_K": 192 + 16 + 4, "Q3_K": 192 + 16 + 4, "Q5_K": 192 + 2 * 16 + 2 * 4}
 """Bytes of 256 columns in panels."""
 
 
@@ -59,6 +60,30 @@ def test_scales_of_two_levels_take_a_byte_each():
     assert set(panels.scales) == {"scale", "minimum_code", "minimum_unit"}
     zeros = QTensor(q.data, torch.zeros_like(odd), block=q.block, bits=q.bits, minimum=q.minimum)
     assert not (expand_rows(Panels(zeros).matrices[0], 0, 32).float() - zeros.dequantize(torch.bfloat16).float()).any()
+
+
+def test_entries_take_six_bits_if_all_fit():
+    q = draw_weight("Q6_K", 32, 2)
+    assert int(q.data.min()) == -32 and int(q.data.max()) == 31
+    narrow = Panels(q)
+    assert narrow.matrices[0].kind == INT6
+    for entry in (-33, 32):
+        q.data[31, 511] = entry
+        panels = Panels(q)
+        assert panels.matrices[0].kind == INT8 and panels.nbytes == narrow.nbytes + 32 * 512 // 4
+        assert torch.equal(expand_rows(panels.matrices[0], 0, 32), q.dequantize().bfloat16())
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_entries_beyond_six_bits_are_refused_in_six(name):
+    data, values = torch.zeros(2 * 48 * 64, dtype=torch.uint8), torch.randint(-32, 32, (16, 40), dtype=torch.int8)
+    with use_instruction_set(name):
+        w = Matrix(INT6, 16, 16, 40, 0)
+        assert library().ip_packed_bytes(w) == 16 * 64 * 3 // 4
+        assert library().ip_pack_weight(w, values.data_ptr(), data.data_ptr()) == 1
+        for entry in (-128, -33, 32, 127):
+            values[3, 39] = entry
+            assert library().ip_pack_weight(w, values.data_ptr(), data.data_ptr()) == 0
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if LAYOUTS[kind].format in MINIMUMS])

@@ -98,19 +98,33 @@ inline I32x16 look_up_mxfp4(I32x16 nibbles) {
 }
 
 // to[i * 16 + r] = entry (row + r, c + i) of w in float32 with its scale, for the 16 rows of the panel that begins at
-// `row` and i < width. w is in panels, KIND its kind: int8 (4 columns per line), int4 or MXFP4 (8). c is a multiple of
-// the columns per line. `to` is written in whole lines, so up to `width` rounded up to such a multiple.
+// `row` and i < width. w is in panels, KIND its kind: int8 (4 columns per line), int4 or MXFP4 (8), or int6 (16 in three
+// lines). c is a multiple of these columns. `to` is written in whole lines, so up to `width` rounded up to such a
+// multiple.
 template <int KIND>
 inline void dequantize_lines(const ip_matrix &w, int64_t row, int64_t c, int64_t width, float *to) {
-  constexpr int COLUMNS = KIND == IP_INT8 ? 4 : 8;
+  constexpr int COLUMNS = KIND == IP_INT8 ? 4 : KIND == IP_INT6 ? kSixBitColumns : 8;
+  constexpr int LINES = KIND == IP_INT6 ? kSixBitLines : 1;
   int64_t panel = row / kPanelRows, group = group_size(w);
-  const uint8_t *line = (const uint8_t *)w.data + panel * panel_bytes(w) + c / COLUMNS * 64;
+  const uint8_t *line = (const uint8_t *)w.data + panel * panel_bytes(w) + c / COLUMNS * LINES * 64;
   const int32_t offset = (int32_t)entry_offset(w);
   for (int64_t i = 0; i < width;) {
     F32x16 scale = panel_scale(w, panel, (c + i) / group), minimum = panel_minimum(w, panel, (c + i) / group);
     int64_t end = min64(width, ((c + i) / group + 1) * group - c);
-    for (; i < end; i += COLUMNS, line += 64, to += COLUMNS * kPanelRows) {
+    for (; i < end; i += COLUMNS, line += 64 * LINES, to += COLUMNS * kPanelRows) {
       I32x16 quads = load<I32x16>(line), fours = quads;
+      if (KIND == IP_INT6) {
+#pragma GCC unroll 4
+        for (int q = 0; q < 4; q++) {
+          Line entries = six_bit_entries<false>(line, q);
+          memcpy(&quads, &entries, 64);
+#pragma GCC unroll 4
+          for (int e = 0; e < 4; e++)
+            store(to + (4 * q + e) * kPanelRows,
+                  __builtin_convertvector((quads >> 8 * e & 255) - offset, F32x16) * scale + minimum);
+        }
+        continue;
+      }
       if (KIND == IP_MXFP4) quads = look_up_mxfp4(quads & 0x0f0f0f0f), fours = look_up_mxfp4(fours >> 4 & 0x0f0f0f0f);
 #pragma GCC unroll 8
       for (int e = 0; e < COLUMNS; e++) {
@@ -125,7 +139,7 @@ inline void dequantize_lines(const ip_matrix &w, int64_t row, int64_t c, int64_t
 
 // to[i * 16 + r] = entry (row + r, c + i) of a weight of any kind in float32, with its scale, for r < 16 and i < width;
 // `row` is a multiple of 16, c one of 128, and c + width is at most k. Rows from w.n on are zeros. `to` has space for
-// `width` rounded up to a multiple of 8 columns.
+// `width` rounded up to a multiple of 16 columns.
 inline void load_weight_panel(const ip_matrix &w, int64_t row, int64_t c, int64_t width, float *to) {
   int64_t have = max64(0, min64(kPanelRows, w.n - row));
   if (!have) {
@@ -149,6 +163,7 @@ inline void load_weight_panel(const ip_matrix &w, int64_t row, int64_t c, int64_
     }
   } else {
     (w.kind == IP_INT8   ? dequantize_lines<IP_INT8>
+     : w.kind == IP_INT6 ? dequantize_lines<IP_INT6>
      : w.kind == IP_INT4 ? dequantize_lines<IP_INT4>
                          : dequantize_lines<IP_MXFP4>)(w, row, c, width, to);
   }

@@ -119,11 +119,16 @@ inline void load_weight_tile(const ip_matrix &w, int64_t row, int64_t c, bf16 *t
     }
   } else if (have) {
     int64_t panel = row / kPanelRows;
-    const uint8_t *line = (const uint8_t *)w.data + panel * panel_bytes(w) + c / columns_per_line(w) * 64;
+    const uint8_t *line = (const uint8_t *)w.data + panel * panel_bytes(w) + columns_bytes(w, c);
 #pragma GCC unroll 8
     for (int q = 0; q < 8; q++) {
-      Line v = load_line(line + (w.kind == IP_INT8 ? q : q / 2) * 64);
-      if (w.kind != IP_INT8) v = q % 2 ? high_nibbles(v) : low_nibbles(v);
+      Line v;
+      if (w.kind == IP_INT6) {
+        v = six_bit_entries<false>(line + q / 4 * kSixBitLines * 64, q % 4);
+      } else {
+        v = load_line(line + (w.kind == IP_INT8 ? q : q / 2) * 64);
+        if (w.kind != IP_INT8) v = q % 2 ? high_nibbles(v) : low_nibbles(v);
+      }
       r[q] = (__m512i)(w.kind == IP_MXFP4 ? unsigned_entries<IP_MXFP4>(v) : v);
       r[8 + q] = __m512i{};
     }
@@ -175,8 +180,8 @@ inline TilePrefetch prefetch_of_tile(const ip_matrix &w, int64_t row, int64_t c)
     int64_t size = is_bf16(w) ? 2 : 1;
     return {(const char *)w.data + (row * w.ld + c) * size, w.ld * size, min64(kPanelRows, w.n - row)};
   }
-  const char *line = (const char *)w.data + row / kPanelRows * panel_bytes(w) + c / columns_per_line(w) * 64;
-  return {line, 64, row < w.n ? kColumnStep / columns_per_line(w) : 0};
+  const char *line = (const char *)w.data + row / kPanelRows * panel_bytes(w) + columns_bytes(w, c);
+  return {line, 64, row < w.n ? columns_bytes(w, kColumnStep) / 64 : 0};
 }
 
 // Rows of a weight with n rows that a thread takes at a time: a multiple of 32, about a quarter of a thread's even

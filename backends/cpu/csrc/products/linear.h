@@ -1,6 +1,6 @@
 // Products of a weight of any kind with few rows of activations, on all threads of the team: y = x w^T + bias. The
-// layers of few tokens (model/) and isa_entries.h call it; it chooses between the products for bf16, FP8, int8, int4,
-// MXFP4 and W8A8 weights.
+// layers of few tokens (model/) and isa_entries.h call it; it chooses between the products for bf16, FP8, int8, int6,
+// int4, MXFP4 and W8A8 weights.
 #pragma once
 #include "products/w8a8.h"
 #include "products/fp8.h"
@@ -29,7 +29,7 @@ inline bool streams_row_by_row(const ip_matrix &w, int64_t m) {
 
 // Bytes of one row of the weight, at least 1; scales do not count.
 inline int64_t weight_row_bytes(const ip_matrix &w) {
-  return max64(1, is_bf16(w) ? w.k * 2 : has_nibbles(w.kind) ? w.k / 2 : w.k);
+  return max64(1, is_bf16(w) ? w.k * 2 : is_in_panels(w) ? columns_bytes(w, round_up(w.k, 16)) / 16 : w.k);
 }
 
 // Weight rows per chunk of `Team::for_each_chunk`: about kChunkBytes of w (kStreamedChunkBytes if `row_by_row`, the
@@ -86,6 +86,8 @@ inline void multiply_rows(const ip_matrix &w, int64_t first, int64_t last, const
         multiply_panel<IP_INT8, true>(w, j / kLanes, x.q, out + j - first, ldo);
       else if (w.kind == IP_INT8)
         multiply_panel<IP_INT8>(w, j / kLanes, x.q, out + j - first, ldo);
+      else if (w.kind == IP_INT6)
+        multiply_panel<IP_INT6, true>(w, j / kLanes, x.q, out + j - first, ldo);
       else if (w.kind == IP_MXFP4)
         multiply_panel<IP_MXFP4>(w, j / kLanes, x.q, out + j - first, ldo);
       else

@@ -1,4 +1,4 @@
-// Products of int8, int4 and MXFP4 weights in panels (weight_panels.h) with 16-bit activations (quantize_int16.h),
+// Products of int8, int6, int4 and MXFP4 weights in panels (weight_panels.h) with 16-bit activations (quantize_int16.h),
 // exact in integers within a group of columns. linear.h calls `multiply_panel` for each panel of a thread's chunk.
 //
 // Rounding activations to 16 bits in groups of 32 to 128 columns is an error of 2^-16 of a group's largest entry, 1/128
@@ -6,6 +6,7 @@
 // instruction set alike: with VNNI the 16 bits are two signed bytes (256 high + low), without it pairs of 16-bit
 // products.
 #pragma once
+#include "products/panel_scales.h"
 #include "products/quantize_int16.h"
 
 // Api.cpp; how far ahead of its use a line of a weight is prefetched once more, into the first-level cache.
@@ -31,12 +32,39 @@ inline Line unsigned_entries(Line nibbles) {
   if (KIND != IP_MXFP4) return nibbles;
   return (Line)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(mxfp4_entries()), (__m512i)nibbles);
 }
+// Columns 4 * four .. 4 * four + 4 of the sixteen that three lines of IP_INT6 hold, as unsigned entries; TIMES_FOUR: the
+// first and third four of them times four, which saves shifts.
+template <bool TIMES_FOUR>
+inline Line six_bit_entries(const uint8_t *lines, int four) {
+  if (four == 1) return load_line(lines + 64) & 0x3f3f3f3fu;
+  if (four != 3) {
+    Line upper = load_line(lines + 64 * four);
+    return TIMES_FOUR ? upper & 0xfcfcfcfcu : (upper >> 2) & 0x3f3f3f3fu;
+  }
+  return (load_line(lines) & 0x03030303u) | ((load_line(lines + 64) >> 4) & 0x0c0c0c0cu) |
+         ((load_line(lines + 128) << 4) & 0x30303030u);
+}
 #else
 struct Line {
   __m256i half[2];
 };
 inline Line load_line(const uint8_t *p) {
   return {{_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)(p + 32))}};
+}
+// Half of `six_bit_entries` below: of eight rows, whose bytes begin at `half` in the first line.
+inline __m256i six_bit_half(const uint8_t *half, int four) {
+  auto line = [&](int l) { return _mm256_loadu_si256((const __m256i *)(half + 64 * l)); };
+  auto masked = [](__m256i v, int bits) { return _mm256_and_si256(v, _mm256_set1_epi8((char)bits)); };
+  if (four == 1) return masked(line(1), 63);
+  if (four != 3) return masked(_mm256_srli_epi16(line(four), 2), 63);
+  __m256i low = masked(line(0), 3), middle = masked(_mm256_srli_epi16(line(1), 4), 12);
+  return _mm256_or_si256(_mm256_or_si256(low, middle), masked(_mm256_slli_epi16(line(2), 4), 48));
+}
+// Columns 4 * four .. 4 * four + 4 of the sixteen that three lines of IP_INT6 hold, as unsigned entries.
+template <bool TIMES_FOUR>
+inline Line six_bit_entries(const uint8_t *lines, int four) {
+  static_assert(!TIMES_FOUR, "entries are not multiplied on AVX2");
+  return {{six_bit_half(lines, four), six_bit_half(lines + 32, four)}};
 }
 #endif
 
@@ -91,82 +119,10 @@ struct GroupSums {
 };
 #endif
 
-// A panel's scales or minimums, sixteen per group: float32, or if `full` is null float16, or if that is null too,
-// float32's exponent bits alone, or integers times a unit per 2^shift groups.
-struct PanelScales {
-  const float *full;
-  const bf16 *half;
-  const uint8_t *exponents;
-  const int8_t *multiples;
-  const float *units;
-  int shift;
-#ifndef __AVX512F__
-  // Scales 8 * h .. 8 * h + 8 of group g.
-  inline __m256 eight_of_group(int64_t g, int h) const {
-    int64_t at = g * kLanes + h * 8;
-    if (exponents) {
-      __m256i bits = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(exponents + at)));
-      return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23));
-    }
-    if (multiples) {
-      __m256i code = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(multiples + at)));
-      return _mm256_mul_ps(_mm256_cvtepi32_ps(code), _mm256_loadu_ps(units + (g >> shift) * kLanes + h * 8));
-    }
-    return full ? _mm256_loadu_ps(full + at) : _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(half + at)));
-  }
-#endif
-  // The sixteen scales of group g, one per weight row.
-  inline F32x16 of_group(int64_t g) const {
-    if (full) return load<F32x16>(full + g * kLanes);
-#ifdef __AVX512F__
-    if (exponents) {
-      __m512i bits = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(exponents + g * kLanes)));
-      return (F32x16)_mm512_castsi512_ps(_mm512_slli_epi32(bits, 23));
-    }
-    if (multiples) {
-      __m512i code = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(multiples + g * kLanes)));
-      return (F32x16)_mm512_cvtepi32_ps(code) * load<F32x16>(units + (g >> shift) * kLanes);
-    }
-    return (F32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(half + g * kLanes)));
-#else
-    __m256 two[2] = {eight_of_group(g, 0), eight_of_group(g, 1)};
-    return load<F32x16>(two);
-#endif
-  }
-};
-
-// The scales of one panel, for all groups of columns.
-inline PanelScales panel_scales(const ip_matrix &w, int64_t panel) {
-  int64_t at = panel * num_scale_groups(w) * kLanes, unit = panel * num_units(w) * kLanes;
-  return {w.scale ? w.scale + at : nullptr,
-          w.scale_f16 ? w.scale_f16 + at : nullptr,
-          w.scale_exponent ? w.scale_exponent + at : nullptr,
-          w.scale_code ? w.scale_code + at : nullptr,
-          w.scale_unit ? w.scale_unit + unit : nullptr,
-          unit_shift(w)};
-}
-// The minimums of one panel, if the weight has them.
-inline PanelScales panel_minimums(const ip_matrix &w, int64_t panel) {
-  int64_t at = panel * num_scale_groups(w) * kLanes, unit = panel * num_units(w) * kLanes;
-  return {w.minimum ? w.minimum + at : nullptr,
-          w.minimum_f16 ? w.minimum_f16 + at : nullptr,
-          nullptr,
-          w.minimum_code ? w.minimum_code + at : nullptr,
-          w.minimum_unit ? w.minimum_unit + unit : nullptr,
-          unit_shift(w)};
-}
-// The scales of a panel's sixteen rows in group g of columns; g is ignored if the weight has one scale per row.
-inline F32x16 panel_scale(const ip_matrix &w, int64_t panel, int64_t g) {
-  return panel_scales(w, panel).of_group(w.group ? g : 0);
-}
-// What is added to the values of a panel's sixteen rows in group g of columns.
-inline F32x16 panel_minimum(const ip_matrix &w, int64_t panel, int64_t g) {
-  return has_minimums(w) ? panel_minimums(w, panel).of_group(g) : F32x16{};
-}
-
 #if defined(__AVX512BF16__) && !defined(INFERPLANE_AMX)
 // Measured on Zen 4 and 5. With at most this many rows of activations the processor prefetches bytes by itself, and
-// prefetching them again is slower. It does not prefetch nibbles, whose lines take more arithmetic. What is prefetched
+// prefetching them again is slower. It does not prefetch nibbles and entries of 6 bits, whose lines take more
+// arithmetic. What is prefetched
 // far ahead on Zen 4 comes as far as the second-level cache, so it is prefetched from there once more
 // (ip_l1_prefetch_bytes); on Zen 5 that would cost a tenth of the speed.
 constexpr int kHardwarePrefetchedRows = 2;
@@ -179,7 +135,7 @@ constexpr bool kPrefetchesTwice = false;
 // for a weight of kind KIND and MT rows of activations.
 template <int KIND, int MT>
 inline void prefetch_line(const uint8_t *line) {
-  if (!has_nibbles(KIND) && MT <= kHardwarePrefetchedRows) return;
+  if (is_byte_kind(KIND) && MT <= kHardwarePrefetchedRows) return;
   _mm_prefetch((const char *)line + kPrefetchBytes, _MM_HINT_T1);
   if (kPrefetchesTwice && KIND != IP_W8A8) _mm_prefetch((const char *)line + ip_l1_prefetch_bytes, _MM_HINT_T0);
 }
@@ -194,16 +150,18 @@ constexpr int kMaxTileRows = 4, kTwoSumRows = 0;
 
 #if defined(__AVX512F__)
 // out[(i0 + i) * ldo + j] = the 16 rows j of a panel (fewer if the weight ends) times rows i0 .. i0 + MT of x, over all
-// columns, in float32 with scales applied, overwritten. KIND: IP_INT8, IP_INT4 or IP_MXFP4, w's kind. HALF: groups have
-// 16 columns, half of what one step of the activations holds; else they have a multiple of 32.
+// columns, in float32 with scales applied, overwritten. KIND: IP_INT8, IP_INT6, IP_INT4 or IP_MXFP4, w's kind. HALF:
+// groups have 16 columns, half of what one step of the activations holds; else they have a multiple of 32.
 template <int KIND, int MT, bool HALF>
 inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Activations &x, int64_t i0, float *out,
                                 int64_t ldo) {
   const uint8_t *p = (const uint8_t *)w.data + panel * panel_bytes(w);
   const int32_t *q = x.quads + i0 * 16;
   const int64_t blocks = HALF ? 1 : x.group / kColumnStep;
-  constexpr int lines = HALF ? 4 : KIND == IP_INT8 ? 8 : 4;
-  constexpr bool two_sums = MT <= kTwoSumRows, shifted = two_sums && KIND == IP_INT4;
+  constexpr int lines = KIND == IP_INT6 ? kSixBitLines : HALF ? 4 : KIND == IP_INT8 ? 8 : 4;
+  // `t` sums entries that are so many bits too high.
+  constexpr bool two_sums = MT <= kTwoSumRows;
+  constexpr int shifted = !two_sums ? 0 : KIND == IP_INT4 ? 4 : KIND == IP_INT6 ? 2 : 0;
   PanelScales scales = panel_scales(w, panel), minimums = panel_minimums(w, panel);
   const bool has_minimum = has_minimums(w);
   F32x16 acc[MT];
@@ -220,10 +178,13 @@ inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Ac
       // Reading a long panel evicts the activations from the first-level cache before the next panel reads them again.
       if (KIND == IP_INT8 && MT <= kHardwarePrefetchedRows) _mm_prefetch((const char *)(q + 8 * 16 * x.m), _MM_HINT_T0);
 #pragma GCC unroll 8
-      for (int l = 0; l < lines; l++) {
-        Line line = load_line(p + 64 * l);
-        prefetch_line<KIND, MT>(p + 64 * l);
-        if (KIND == IP_INT8) {
+      for (int l = 0; l < (KIND == IP_INT6 ? 4 : lines); l++) {
+        Line line = KIND == IP_INT6 ? six_bit_entries<shifted != 0>(p, l) : load_line(p + 64 * l);
+        if (l < lines) prefetch_line<KIND, MT>(p + 64 * l);
+        if (KIND == IP_INT6) {
+#pragma GCC unroll 8
+          for (int i = 0; i < MT; i++) (two_sums && l % 2 == 0 ? t[i] : s[i]).add(line, q[16 * i + l], q[16 * i + l + 8]);
+        } else if (KIND == IP_INT8) {
 #pragma GCC unroll 8
           for (int i = 0; i < MT; i++) (two_sums && l % 2 ? t[i] : s[i]).add(line, q[16 * i + l], q[16 * i + l + 8]);
         } else {
@@ -241,7 +202,7 @@ inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Ac
 #pragma GCC unroll 8
     for (int i = 0; i < MT; i++) {
       I32x16 exact = s[i].total();
-      if (two_sums) exact += shifted ? t[i].total() >> 4 : t[i].total();
+      if (two_sums) exact += t[i].total() >> shifted;
       acc[i] = fma(__builtin_convertvector(exact, F32x16), scale * x.scale[at + i], acc[i]);
     }
     if (has_minimum) {
@@ -264,7 +225,7 @@ inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Ac
   const uint8_t *p = (const uint8_t *)w.data + panel * panel_bytes(w);
   const int32_t *q = x.quads + i0 * 16;
   const int64_t blocks = HALF ? 1 : x.group / kColumnStep;
-  constexpr int lines = HALF ? 4 : KIND == IP_INT8 ? 8 : 4;
+  constexpr int lines = KIND == IP_INT6 ? kSixBitLines : HALF ? 4 : KIND == IP_INT8 ? 8 : 4;
   constexpr bool separate_high = KIND == IP_INT4 && MT == 1;
   const __m256i mask = _mm256_set1_epi16(KIND == IP_INT4 ? 15 : 255), upper = _mm256_set1_epi16(240);
   const __m256i entries_of = _mm256_broadcastsi128_si256(mxfp4_entries()), nibble = _mm256_set1_epi8(15);
@@ -280,11 +241,13 @@ inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Ac
     for (int i = 0; i < MT; i++) s[i][0] = s[i][1] = _mm256_set1_epi32(x.correction[at + i]);
     for (int64_t b = 0; b < blocks; b++, p += 64 * lines, q += HALF ? (g % 2 ? 16 * x.m - 4 : 4) : 16 * x.m) {
 #pragma GCC unroll 8
-      for (int l = 0; l < lines; l++) {
-        prefetch_line<KIND, MT>(p + 64 * l);
+      for (int l = 0; l < (KIND == IP_INT6 ? 4 : lines); l++) {
+        if (l < lines) prefetch_line<KIND, MT>(p + 64 * l);
 #pragma GCC unroll 2
         for (int h = 0; h < 2; h++) {
-          __m256i v = _mm256_loadu_si256((const __m256i *)(p + 64 * l + 32 * h)), high = v;
+          __m256i v = KIND == IP_INT6 ? six_bit_half(p + 32 * h, l)
+                                      : _mm256_loadu_si256((const __m256i *)(p + 64 * l + 32 * h));
+          __m256i high = v;
           if (KIND == IP_MXFP4) {
             high = _mm256_shuffle_epi8(entries_of, _mm256_and_si256(_mm256_srli_epi16(v, 4), nibble));
             v = _mm256_shuffle_epi8(entries_of, _mm256_and_si256(v, nibble));
@@ -303,7 +266,7 @@ inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Ac
           }
 #pragma GCC unroll 4
           for (int i = 0; i < MT; i++) {
-            const int32_t *of = q + 16 * i + (KIND == IP_INT8 ? l : 2 * l);
+            const int32_t *of = q + 16 * i + (has_nibbles(KIND) ? 2 * l : l);
             s[i][h] = add(add(s[i][h], a, of[0]), c, of[8]);
             if (has_nibbles(KIND))
               (separate_high ? t[h] : s[i][h]) = add(add(separate_high ? t[h] : s[i][h], e, of[1]), d, of[9]);

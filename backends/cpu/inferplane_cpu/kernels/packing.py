@@ -1,4 +1,4 @@
-"""Weights as the native kernels read them: bf16 and FP8 where they lie, 8 and 4 bits and MXFP4 in panels of 16 rows."""
+"""Weights as the native kernels read them: bf16 and FP8 where they lie, 8, 6 and 4 bits and MXFP4 in panels of 16 rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from inferplane.kernels.composed.padding import pad_rows
 from inferplane.plugin import Context, KernelError, Packing, QTensor
 from inferplane_cpu import huge_pages
-from inferplane_cpu.native import BF16, BF16_REORDERABLE, FP8, INT4, INT8, MXFP4, W8A8, library
+from inferplane_cpu.native import BF16, BF16_REORDERABLE, FP8, INT4, INT6, INT8, MXFP4, W8A8, library
 from inferplane_cpu.structs import Matrix
 
 PANEL_ROWS = 16
@@ -28,6 +28,8 @@ UNIT_COLUMNS = 256
 """Columns that share a unit of scales which are integers."""
 COLUMNS_WITH_UNITS = (16, 32)
 """Columns of a group whose scales may be integers times a unit."""
+SIX_BIT_COLUMNS = 16
+"""Columns of a group whose entries of 8 bits are stored in 6 if they fit."""
 PANELS_AT_ONCE = 1024
 """Panels whose scales are made integers at a time."""
 EXPANDED_ROWS = 1024
@@ -36,7 +38,8 @@ EXPANDED_ROWS = 1024
 
 class Panels:
     """A weight `[n, k]`, or a stack `[experts, n, k]`, of 8 bits, 4 bits or MXFP4 in panels
-    (csrc/products/weight_panels.h). Scales of MXFP4 that are powers of two take a byte, and so do scales of groups of
+    (csrc/products/weight_panels.h). Entries of 8 bits in groups of 16 columns take 6 if all are from -32 to 31, as
+    those of GGUF's Q6_K, Q5_K, Q5_1, Q3_K and Q2_K are. Scales of MXFP4 that are powers of two take a byte, and so do scales of groups of
     16 and 32 columns that are small multiples of one number in each 256 columns. Others take 2 bytes where float16
     holds them, else 4; minimums are stored as scales are. No value changes.
 
@@ -63,6 +66,8 @@ class Panels:
                 "zero points; minimums with groups",
             )
         experts, columns = q.data.reshape(-1, n, k), 0 if whole else columns
+        if columns == SIX_BIT_COLUMNS and _fits_six_bits(experts):
+            kind = INT6
         self.scales: dict[str, torch.Tensor] = {}
         for name, numbers in (("scale", q.scale), ("minimum", q.minimum)):
             if numbers is not None:
@@ -93,6 +98,14 @@ def _arrange(numbers: torch.Tensor, columns: int) -> torch.Tensor:
     n, groups = numbers.shape[1:]
     rows = torch.nn.functional.pad(numbers, (0, groups % 2 if columns == 16 else 0, 0, -n % PANEL_ROWS))
     return rows.unflatten(1, (-1, PANEL_ROWS)).transpose(2, 3).contiguous()
+
+
+def _fits_six_bits(entries: torch.Tensor) -> bool:
+    """Whether signed integers of 6 bits hold all entries, int8."""
+    if not entries.numel():
+        return True
+    least, most = entries.aminmax()
+    return int(least) >= -32 and int(most) <= 31
 
 
 def _narrow_scales(rows: torch.Tensor, kind: int, name: str, columns: int) -> dict[str, torch.Tensor]:
