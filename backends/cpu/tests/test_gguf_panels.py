@@ -16,7 +16,15 @@ pytestmark = pytest.mark.skipif(not SETS, reason=f"not run: {native().reason}")
 KINDS = [kind for kind, layout in LAYOUTS.items() if layout.format in GROUPED]
 HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)} | dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))
 """Where a block has float16 numbers; otherwise at its beginning."""
-BYTES = {"Q4_0": 18 * 8, "Q4_1": 20 * 8, "Q8_0": 34 * 8, "Q4_K": 128 + 2 * 8 + 2 * 4, "Q6_K": 192 + 16 + 4, "Q3_K": 192 + 16 + 4, "Q5_K": 192 + 2 * 16 + 2 * 4}
+BYTES = {
+    "Q4_0": 18 * 8,
+    "Q4_1": 20 * 8,
+    "Q8_0": 34 * 8,
+    "Q4_K": 128 + 2 * 8 + 2 * 4,
+    "Q6_K": 192 + 16 + 4,
+    "Q3_K": 192 + 16 + 4,
+    "Q5_K": 192 + 2 * 16 + 2 * 4,
+}
 """Bytes of 256 columns in panels."""
 
 

@@ -1,4 +1,4 @@
-"""Weights as the native kernels read them: bf16 and FP8 where they lie, 8, 6 and 4 bits and MXFP4 in panels of 16 rows."""
+"""Weights as the native kernels read them: bf16 and FP8 where they lie, integers and MXFP4 in panels of 16 rows."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ EXPANDED_ROWS = 1024
 class Panels:
     """A weight `[n, k]`, or a stack `[experts, n, k]`, of 8 bits, 4 bits or MXFP4 in panels
     (csrc/products/weight_panels.h). Entries of 8 bits in groups of 16 columns take 6 if all are from -32 to 31, as
-    those of GGUF's Q6_K, Q5_K, Q5_1, Q3_K and Q2_K are. Scales of MXFP4 that are powers of two take a byte, and so do scales of groups of
-    16 and 32 columns that are small multiples of one number in each 256 columns. Others take 2 bytes where float16
-    holds them, else 4; minimums are stored as scales are. No value changes.
+    those of GGUF's Q6_K, Q5_K, Q5_1, Q3_K and Q2_K are. Scales of MXFP4 that are powers of two take a byte, and so do
+    scales of groups of 16 and 32 columns that are small multiples of one number in each 256 columns. Others take 2
+    bytes where float16 holds them, else 4; minimums are stored as scales are. No value changes.
 
     Args:
         q: the canonical weight; with scales a row or a group of columns, without zero points.
