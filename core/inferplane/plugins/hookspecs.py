@@ -69,7 +69,7 @@ class RegisterModel(Protocol):
 
 class RegisterReplyForms(Protocol):
     """`register(name, form)`: how a family of models writes thoughts and tool calls: a `ReplyForm` of that name.
-    Forms of plugins are tried before those in-tree."""
+    Of forms that fit a chat template alike, a plugin's counts before those in-tree."""
 
     def __call__(self, name: str, form: ReplyForm) -> None: ...
 

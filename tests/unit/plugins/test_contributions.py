@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inferplane import plugins
+from inferplane.dialogue.replies.catalog import FORMS, find_form
 from inferplane.errors import PluginError
 from inferplane.types import Kernel
 from tests.unit.support.fake_wheels import HEAD, only_record, serving
@@ -165,3 +166,35 @@ def test_a_kernel_is_from_where_its_code_is(wheels, target, origin):
     backend = host.backend("toy")
     (kernel,) = host.kernels(backend)
     assert host.origin(kernel, backend) == origin
+
+
+FORM_HOOK = "from inferplane.plugin import ReplyForm\n\n@hookimpl\ndef inferplane_register_reply_forms(register):\n"
+
+
+def test_reply_forms_of_plugins_come_before_those_in_tree(wheels):
+    source = f"{HEAD}{FORM_HOOK}    register('acme', ReplyForm('acme', model_types=('qwen3',)))\n"
+    wheels.install("acme", "1", {"form": "fake_form"}, fake_form=source)
+    same = f"{HEAD}{FORM_HOOK}    register('qwen3', ReplyForm('qwen3'))\n"
+    wheels.install("zeta", "1", {"same": "fake_same"}, fake_same=same)
+    host = wheels.discover()
+    assert [form.name for form in host.reply_forms()] == ["acme", *(form.name for form in FORMS)]
+    assert find_form(None, "qwen3", host.reply_forms()).name == "acme"
+    (record,) = host.list_quarantined()
+    assert record.distribution == "zeta" and "'qwen3' is served by inferplane" in record.reason
+    chosen = next(form for form in wheels.discover("qwen3@zeta").reply_forms() if form.name == "qwen3")
+    assert chosen.tools == ()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("register('acme', 5)", "reply form 'acme': 5 is not a ReplyForm"),
+        ("register('acme', ReplyForm('other'))", "its name is 'other'"),
+        ("register('a b', ReplyForm('a b'))", "reply form name 'a b' is malformed"),
+    ],
+)
+def test_reply_forms_that_are_none_are_quarantined(wheels, call, words):
+    wheels.install("acme", "1", {"form": "fake_form"}, fake_form=f"{HEAD}{FORM_HOOK}    {call}\n")
+    host = wheels.discover()
+    (record,) = host.list_quarantined()
+    assert words in record.reason and len(host.reply_forms()) == len(FORMS)

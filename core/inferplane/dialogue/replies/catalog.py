@@ -14,6 +14,8 @@ AUTO, NONE = "auto", "none"
 PLAIN = (tables.JSON_CALLS, tables.FENCED_CALLS, tables.PLAIN_FENCED_CALLS)
 """What models write that were shown tools as text; it is recognized beside a model's own form."""
 
+_LLAMA = (tables.LLAMA_TAG_CALLS, tables.PYTHON_TAG_CALLS, tables.JSON_TAG_CALLS)
+
 
 def _form(
     name: str,
@@ -32,13 +34,13 @@ FORMS: tuple[ReplyForm, ...] = (
         "openai", tables.HARMONY_ANALYSIS, tables.HARMONY_CALLS, also=("gptoss", "openai_gptoss"), types=("gpt_oss",)
     ),
     _form("deepseek_v32", tables.THINK, tables.DSML_CALLS, types=("deepseek_v32",)),
-    _form("deepseek_v3", tables.THINK, tables.DEEPSEEK_CALLS, also=("deepseek_r1",), types=("deepseek_v3",)),
+    _form("deepseek_v3", tables.THINK, tables.DEEPSEEK_CALLS, also=("deepseek_r1", "holo2"), types=("deepseek_v3",)),
     _form("deepseek_v31", tables.THINK, tables.DEEPSEEK_31_CALLS),
     _form("kimi_k2", tables.THINK, tables.KIMI_CALLS, types=("kimi_k2",)),
     _form("glm45", tables.THINK, tables.GLM_CALLS, also=("glm47",), types=("glm4_moe",)),
     _form("minimax_m2", tables.THINK, tables.MINIMAX_CALLS, types=("minimax_m2",)),
     _form("seed_oss", tables.SEED_THINK, tables.SEED_CALLS, types=("seed_oss",)),
-    _form("command", tables.START_THINKING, tables.COMMAND_CALLS, also=("cohere2",), types=("cohere2",)),
+    _form("command", tables.START_THINKING, tables.COMMAND_CALLS, also=("cohere_command3",), types=("cohere2",)),
     _form(
         "mistral",
         tables.THINK_BRACKETS,
@@ -47,21 +49,37 @@ FORMS: tuple[ReplyForm, ...] = (
         types=("mistral3", "ministral"),
     ),
     _form("mistral_list", None, tables.MISTRAL_LIST_CALLS, tables.MISTRAL_CALLS, types=("mistral", "mixtral")),
-    _form("hunyuan_a13b", tables.THINK_ANSWER, tables.TOOL_CALLS_LIST, types=("hunyuan_v1_moe", "hunyuan_v1_dense")),
+    _form(
+        "hunyuan_a13b",
+        tables.THINK_ANSWER,
+        tables.TOOL_CALLS_LIST,
+        also=("jamba",),
+        types=("hunyuan_v1_moe", "hunyuan_v1_dense"),
+    ),
+    _form("phi4_mini_json", None, tables.PHI_CALLS, tables.FUNCTOOLS_CALLS, types=("phi3",)),
     _form("granite", tables.THOUGHT_PROCESS, tables.GRANITE_CALLS, types=("granite", "granitemoe")),
-    _form("ernie45", tables.THINK_RESPONSE, tables.HERMES_CALLS, types=("ernie4_5", "ernie4_5_moe")),
+    _form(
+        "ernie45", tables.THINK_RESPONSE, tables.HERMES_CALLS, also=("ernie-x1",), types=("ernie4_5", "ernie4_5_moe")
+    ),
     _form("exaone_deep", tables.THOUGHT),
-    _form("qwen3_coder", tables.THINK, tables.QWEN_CODER_CALLS, also=("qwen3_xml",), types=("qwen3_next",)),
+    _form(
+        "qwen3_coder",
+        tables.THINK,
+        tables.QWEN_CODER_CALLS,
+        also=("qwen3_xml", "mimo", "nemotron_v3"),
+        types=("qwen3_next",),
+    ),
     _form("lfm2", tables.THINK, tables.LFM_CALLS, types=("lfm2", "lfm2_moe")),
     _form("olmo3", tables.THINK, tables.OLMO_CALLS, types=("olmo3",)),
     _form("nemotron", tables.THINK, tables.NEMOTRON_CALLS, also=("nemotron_json",), types=("nemotron_h",)),
-    _form("phi4_mini_json", None, tables.PHI_CALLS, types=("phi3",)),
-    _form("llama4_pythonic", None, tables.PYTHON_CALLS, tables.LLAMA_4_CALLS, also=("pythonic",), types=("llama4",)),
-    _form("llama3_json", None, tables.LLAMA_CALLS, tables.LLAMA_TAG_CALLS, also=("llama4_json",)),
+    _form("granite-20b-fc", None, tables.FUNCTION_CALLS),
+    _form("functools", None, tables.FUNCTOOLS_CALLS, tables.PHI_CALLS),
+    _form("llama4_pythonic", None, tables.PYTHON_CALLS, *_LLAMA, also=("pythonic",), types=("llama4",)),
     _form("qwen3", tables.THINK, tables.HERMES_CALLS, also=("hermes",), types=("qwen2", "qwen3", "qwen3_moe")),
+    _form("llama3_json", None, tables.LLAMA_CALLS, *_LLAMA, tables.PYTHON_CALLS, also=("llama4_json",)),
     _form("json", None, tables.JSON_CALLS, tables.HERMES_CALLS, tables.DEEPSEEK_CALLS),
 )
-"""Forms in the order in which they are tried: particular ones before general ones. The last is for all other models."""
+"""Of forms that a template has equally many marks of, the first counts. The last is for all other models."""
 
 
 def register_reply_forms(register: Callable[[str, ReplyForm], None]) -> None:
@@ -84,15 +102,19 @@ def find_form(template_source: str | None, model_type: str = "", forms: Sequence
     source = template_source or ""
     family = next((form for form in forms if model_type and model_type in form.model_types), None)
     default = forms[-1]
-    thinks = next((form for form in forms if form.reasoning and _has_marks(source, form.reasoning)), None)
-    calls = next((form for form in forms if form.tools and _has_marks(source, form.tools[0])), None)
+    thinks = _find_marked(source, [(form, form.reasoning) for form in forms if form.reasoning])
+    calls = _find_marked(source, [(form, form.tools[0]) for form in forms if form.tools])
     thinks = thinks or (family if template_source is None else None)
     calls = calls or family or default
     return _combine(thinks, calls)
 
 
-def _has_marks(source: str, form: ReasoningForm | ToolForm) -> bool:
-    return bool(form.template_marks) and all(mark in source for mark in form.template_marks)
+def _find_marked(source: str, parts: Sequence[tuple[ReplyForm, ReasoningForm | ToolForm]]) -> ReplyForm | None:
+    """The form whose marks a template has all of: the one with the most marks, and the first of these."""
+    found = [
+        (form, part) for form, part in parts if part.template_marks and all(m in source for m in part.template_marks)
+    ]
+    return max(found, key=lambda each: len(each[1].template_marks))[0] if found else None
 
 
 def _combine(thinks: ReplyForm | None, calls: ReplyForm | None) -> ReplyForm:

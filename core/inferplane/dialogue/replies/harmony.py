@@ -15,8 +15,13 @@ START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", 
 END_MARKS = ("<|end|>", "<|return|>", "<|call|>")
 MAX_HEADER = 256
 """Most characters of a header."""
-_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
-_CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
+_TO = r"(?:\s*\bto=(?:functions\.)?(?P<{}>[^\s<]+))?"
+_HEADER = re.compile(
+    rf"(?:{re.escape(START)}\s*assistant{_TO.format('first')}\s*)?{re.escape(CHANNEL)}\s*(?P<channel>analysis|commentary|final)"
+    rf"{_TO.format('second')}\s*(?:{re.escape(CONSTRAIN)})?\s*(?:[a-z]+)?\s*"
+)
+"""A header, with its recipient on either side of the channel. Some models write the type of the content behind the name
+of the function without a space."""
 _HEADERS = Marks((START, CHANNEL))
 _BODY_END_MARKS = Marks((*END_MARKS, START))
 
@@ -55,12 +60,14 @@ def _read_message(
     header, found = yield from reader.read_to(MAX_HEADER, MESSAGE)
     if not found:
         raise TextEnded
-    header = mark + header
-    recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
-    if recipient is not None:
+    parts = _HEADER.fullmatch(mark + header)
+    if parts is None:
+        raise NotACall
+    recipient = parts["first"] or parts["second"]
+    if recipient:
         if not reads_calls:
             raise NotACall
-        calls.announce(recipient[1])
+        calls.announce(recipient if recipient in calls.tools else recipient.removesuffix("json"))
         yield from reader.skip(SPACE)
         yield from copy_arguments(reader, calls.begin, calls.write)
         calls.finish()
@@ -70,7 +77,7 @@ def _read_message(
         reader.stop_record()
         return END_MARKS[0]
     reader.stop_record()
-    is_thought = channel is not None and channel[1] == "analysis"
+    is_thought = parts["channel"] == "analysis"
     return (yield from _copy_body(reader, write_reasoning if is_thought else calls.write_content))
 
 

@@ -199,42 +199,39 @@ def _copy_string(reader: TextReader, write: Emit) -> Steps[bool]:
 
 def _copy_decoded(reader: TextReader, begin: Callable[[], object], write: Emit) -> Steps[None]:
     """Read a JSON string after its quote, and pass on what it says, which has to begin as an object does."""
-    is_begun = False
-
-    def pass_on(piece: str) -> None:
-        nonlocal is_begun
-        if not is_begun:
-            piece = piece.lstrip()
-            if not piece:
-                return
-            if not piece.startswith("{"):
-                raise NotACall
-            is_begun = True
-            begin()
-        write(piece)
-
     while True:
-        yield from reader.copy_run(_DECODED, pass_on)
+        yield from reader.skip(SPACE)
         character = yield from reader.next_character()
-        if character == '"' and is_begun:
-            yield from reader.take(1)
-            return
+        if character == "{":
+            break
         if character != "\\":
-            if is_begun:
-                return
             raise NotACall if character else TextEnded
-        escape = yield from reader.ahead(6)
-        count = 2 if escape[1:2] != "u" else 6
-        if escape[1:2] == "u" and escape[2:4].lower() in ("d8", "d9", "da", "db"):
-            pair = yield from reader.ahead(12)
-            count = 12 if pair[6:8] == "\\u" else 6
-        text = (yield from reader.ahead(count))[:count]
-        try:
-            decoded = json.loads(f'"{text}"')
-        except ValueError:
-            decoded = text
-        yield from reader.take(len(text))
-        pass_on(decoded.encode("utf-8", "replace").decode("utf-8") if len(text) > 2 else decoded)
+        if not (yield from _read_escape(reader)).isspace():
+            raise NotACall
+    begin()
+    while True:
+        yield from reader.copy_run(_DECODED, write)
+        character = yield from reader.next_character()
+        if character != "\\":
+            if character:
+                yield from reader.take(1)
+            return
+        write((yield from _read_escape(reader)))
+
+
+def _read_escape(reader: TextReader) -> Steps[str]:
+    """Read an escape of a JSON string, or two that are one character. What is none is returned as it is."""
+    there = yield from reader.ahead(2)
+    count = 2
+    if there == "\\u":
+        there, count = (yield from reader.ahead(6)), 6
+        if there[2:4].lower() in ("d8", "d9", "da", "db") and (yield from reader.ahead(8))[6:] == "\\u":
+            there, count = (yield from reader.ahead(12)), 12
+    yield from reader.take(min(len(there), count))
+    try:
+        return str(json.loads(f'"{there}"')).encode("utf-8", "replace").decode("utf-8")
+    except ValueError:
+        return there
 
 
 def read_named_calls(reader: TextReader, form: ToolForm, calls: CallWriter) -> Steps[None]:

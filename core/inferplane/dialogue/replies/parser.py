@@ -58,6 +58,7 @@ class ReplyParser:
         self._is_forced = mode in ("required", "named")
         known = tools or {}
         self._tools = form.tools if mode != "none" and known else ()
+        self._triggers = tuple(form.trigger for form in self._tools if form.trigger)
         self._calls = CallWriter(self._reader, known, self._events.append, max_calls)
         self._has_answer_mark = False
         self._steps = (
@@ -142,6 +143,8 @@ class ReplyParser:
         bare = [form for form in self._tools if not form.trigger]
         if not bare or (yield from self._reader.next_character()) not in ("{", "["):
             return before
+        if (yield from self._reader.is_at(*self._triggers, is_expected=False)):
+            return before
         return (yield from self._read_calls(before, bare))
 
     def _read_answer(self, before: str) -> Steps[None]:
@@ -151,10 +154,9 @@ class ReplyParser:
             before: white space that has been read; it is content unless a call or the end follows it.
         """
         reader, form = self._reader, self._reasoning
-        triggers = [form.trigger for form in self._tools if form.trigger]
         answer_end = form.answer_end if form and self._has_answer_mark else ""
         separator = max([len(form.separator) for form in self._tools] + [bool(answer_end)])
-        marks = Marks((*triggers, answer_end), "\n", separator)
+        marks = Marks((*self._triggers, answer_end), "\n", separator)
         while True:
             held = [before]
 
@@ -168,7 +170,7 @@ class ReplyParser:
             before = "".join(held)
             if mark == answer_end:
                 before += padding + mark + (yield from reader.skip(SPACE))
-                if not (yield from reader.next_character()) or (triggers and (yield from reader.is_at(*triggers))):
+                if not (yield from reader.next_character()) or (yield from reader.is_at(*self._triggers)):
                     before = ""
                 continue
             forms = [form for form in self._tools if form.trigger == mark]

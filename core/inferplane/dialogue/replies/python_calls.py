@@ -52,10 +52,12 @@ def _read_arguments(reader: TextReader, calls: CallWriter) -> Steps[None]:
         yield from reader.skip(SPACE)
         if not (yield from reader.match(")")):
             key, mark = yield from reader.read_to(MAX_KEY, "=")
-            if not mark:
-                raise TextEnded
-            if not _KEY.fullmatch(key.strip()):
+            if not _KEY.fullmatch(key.strip()) and (mark or key.strip()):
                 raise NotACall
+            if not mark:
+                if key and not is_first:
+                    calls.write(", " + quote(key.strip())[:-1])
+                raise TextEnded
             if is_first:
                 calls.begin()
             calls.write(("{" if is_first else ", ") + quote(key.strip()) + ": ")

@@ -156,16 +156,20 @@ class TextReader:
         if not (yield from self.match(mark)):
             raise TextEnded if mark.startswith((yield from self.ahead(len(mark)))) else NotACall
 
-    def is_at(self, *marks: str) -> Steps[bool]:
-        """Whether the text goes on with one of these marks, or ends where one may have begun."""
+    def is_at(self, *marks: str, is_expected: bool = True) -> Steps[bool]:
+        """Whether the text goes on with one of these marks.
+
+        Args:
+            marks: texts.
+            is_expected: the beginning of a mark at the end of the text counts too.
+        """
         while True:
-            longest = max(map(len, marks))
-            there = self._text[self._at : self._at + longest]
+            there = self._text[self._at : self._at + max(map(len, marks), default=0)]
             if any(mark and there.startswith(mark) for mark in marks):
                 return True
             may_be = any(mark.startswith(there) for mark in marks)
             if not may_be or self.is_ended:
-                return may_be
+                return may_be and is_expected
             yield
 
     def read_to(self, most: int, *marks: str, reads_mark: bool = True) -> Steps[tuple[str, str]]:

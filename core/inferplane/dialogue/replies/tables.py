@@ -179,16 +179,15 @@ MISTRAL_CALLS = ToolForm(
 """Mistral's tokenizers from version 11 on. Source: https://huggingface.co/mistralai/Magistral-Small-2509."""
 MISTRAL_LIST_CALLS = ToolForm("json", begin="[TOOL_CALLS]", template_marks=("[TOOL_CALLS]",))
 """Mistral's earlier tokenizers. Source: https://huggingface.co/mistralai/Mistral-7B-Instruct-v0.3."""
-LLAMA_CALLS = ToolForm(
-    "json",
-    argument_keys=("parameters", "arguments"),
-    template_marks=('"parameters"', "<|start_header_id|>"),
-)
+LLAMA_CALLS = ToolForm("json", argument_keys=("parameters", "arguments"), template_marks=('"parameters": ',))
 """Llama 3.1 to 3.3. Source: https://huggingface.co/meta-llama/Llama-3.1-8B-Instruct."""
 LLAMA_TAG_CALLS = ToolForm("json", begin="<|python_tag|>", argument_keys=("parameters", "arguments"))
 PYTHON_CALLS = ToolForm("python", template_marks=("func_name1(",))
 """Llama 3.2 and 4. Source: https://www.llama.com/docs/model-cards-and-prompt-formats/llama4."""
-LLAMA_4_CALLS = ToolForm("python", begin="<|python_start|>", end="<|python_end|>")
+PYTHON_TAG_CALLS = ToolForm("python", begin="<|python_start|>", end="<|python_end|>")
+JSON_TAG_CALLS = ToolForm(
+    "json", begin="<|python_start|>", end="<|python_end|>", argument_keys=("parameters", "arguments")
+)
 LFM_CALLS = ToolForm(
     "python", begin="<|tool_call_start|>", end="<|tool_call_end|>", template_marks=("<|tool_list_start|>",)
 )
@@ -199,13 +198,19 @@ OLMO_CALLS = ToolForm(
 """Source: https://huggingface.co/allenai/Olmo-3-7B-Instruct."""
 GRANITE_CALLS = ToolForm("json", begin="<|tool_call|>", template_marks=("<|tool_call|>",))
 """Granite 3. Source: https://huggingface.co/ibm-granite/granite-3.3-8b-instruct."""
+FUNCTION_CALLS = ToolForm("json", begin="<function_call>", template_marks=("<function_call>",))
+"""Granite 20B. Source: https://huggingface.co/ibm-granite/granite-20b-functioncalling."""
+FUNCTOOLS_CALLS = ToolForm("json", begin="functools", template_marks=("functools[",))
+"""Phi-4-mini, as its card describes it."""
 PHI_CALLS = ToolForm("json", begin="<|tool_call|>", end="<|/tool_call|>", template_marks=("<|/tool|>",))
 """Source: https://huggingface.co/microsoft/Phi-4-mini-instruct."""
 TOOL_CALLS_LIST = ToolForm(
     "json", begin="<tool_calls>", end="</tool_calls>", separator="\n", template_marks=("<tool_calls>",)
 )
 """Hunyuan, Jamba, MiniMax M1. Source: https://huggingface.co/tencent/Hunyuan-A13B-Instruct."""
-NEMOTRON_CALLS = ToolForm("json", begin="<TOOLCALL>", end="</TOOLCALL>", template_marks=("<TOOLCALL>",))
+NEMOTRON_CALLS = ToolForm(
+    "json", begin="<TOOLCALL>", end="</TOOLCALL>", separator="\n\n", template_marks=("<TOOLCALL>",)
+)
 """Nemotron Nano 2. Source: https://huggingface.co/nvidia/NVIDIA-Nemotron-Nano-9B-v2."""
 COMMAND_CALLS = ToolForm(
     "json",

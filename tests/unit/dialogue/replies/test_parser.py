@@ -57,3 +57,134 @@ def test_a_thought_that_the_prompt_began():
     assert parse(qwen, "Hm.\n", reasoning_is_open=True) == [Reasoning("Hm.\n")]
     assert qwen.reasoning.is_open_after("<|im_start|>assistant\n<think>\n")
     assert not qwen.reasoning.is_open_after("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+TRUNCATED = [
+    ("[", []),
+    ('[{"na', []),
+    ('[{"name": "ge', []),
+    ('[{"name": "get", "arguments": ', [("get", "")]),
+    ('[{"name": "get", "arguments": {"a": [1, "x', [("get", '{"a": [1, "x')]),
+    ('[{"name": "get", "arguments": {"a": 1}}', [("get", '{"a": 1}')]),
+    (
+        '[ {"name": "get", "arguments": {"a": 1}} , {"name" : "get", "arguments" : {"b',
+        [("get", '{"a": 1}'), ("get", '{"b')],
+    ),
+]
+
+
+@pytest.mark.parametrize("mode", ["required", "named"])
+@pytest.mark.parametrize(("text", "calls"), TRUNCATED)
+def test_demanded_calls_that_end_early_are_calls_as_far_as_they_came(text, calls, mode):
+    events = parse(form("none", "json"), text, mode=mode)
+    assert not [event for event in events if isinstance(event, Content)]
+    starts = [event for event in events if isinstance(event, CallStart)]
+    pieces = {event.index: event.text for event in events if isinstance(event, Arguments)}
+    assert [(start.name, pieces.get(start.index, "")) for start in starts] == calls
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("hermes", '<tool_call>{"name": "get", "arguments": {"a": [1', call("get", '{"a": [1')),
+        ("hermes", '<tool_call>{"name": "get"', [Content('<tool_call>{"name": "get"')]),
+        ("hermes", ONE[:-4], call("get", '{"a": 1}')),
+        ("qwen3_coder", "<tool_call>\n<function=get>\n<parameter=s>\nso f", call("get", '{"s": "so f')),
+        ("qwen3_coder", "<tool_call>\n<function=get>\n<parameter=a>\n1", call("get", '{"a": "1')),
+        ("qwen3_coder", "<tool_call>\n<function=get>\n<parameter=a>\n1\n</parameter>\n<par", call("get", '{"a": 1')),
+        ("qwen3_coder", "<tool_call>\n<function=get>\n<parameter=wo", call("get", '{"wo')),
+        ("pythonic", '[get(a=1, s="x', call("get", '{"a": 1, "s": "x')),
+        ("pythonic", "[get(a=1, s", call("get", '{"a": 1, "s')),
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.get:0<|tool_call_arg", None),
+    ],
+)
+def test_calls_that_end_early(name, text, expected):
+    assert parse(form("none", name), text, 1) == (expected or [Content(text)])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("hermes", '<tool_call>{"name": "no", "arguments": {}}</tool_call>!', None),
+        ("hermes", '<tool_call>{"name": "get", "arguments": [1]}</tool_call>', None),
+        ("hermes", '<tool_call>{"name": "get", "arguments": {a: 1}}</tool_call>', None),
+        ("hermes", '{"a": 1}', None),
+        ("json", "get(a=1)", None),
+        ("json", "[" * 5000, None),
+        ("json", "{", None),
+        (
+            "hermes",
+            f'<tool_call>{{"name": "no"}}</tool_call>\n{ONE}',
+            [Content('<tool_call>{"name": "no"}</tool_call>'), *call("get", '{"a": 1}')],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "get", "arguments": {"a": 1}</tool_call>.',
+            [*call("get", '{"a": 1}'), Content(".")],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "get", "arguments": {"a": "1\n2"}}</tool_call>',
+            call("get", '{"a": "1\\n2"}'),
+        ),
+        (
+            "qwen3_coder",
+            "<tool_call><function=get>so <parameter=a>1</parameter></function></tool_call>",
+            [CallStart(0, "get", ""), Arguments(0, "{"), Content("so "), Arguments(0, '"a": 1}')],
+        ),
+        ("qwen3_coder", "<tool_call><function=no></function></tool_call>", None),
+        (
+            "qwen3_coder",
+            "<tool_call><function=get><parameter=s>a</parameter>b</parameter></function></tool_call>",
+            call("get", '{"s": "a</parameter>b"}'),
+        ),
+        ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>no<｜tool▁sep｜>{}", None),
+        ("openai", "<|channel|>w1<|message|>x<|end|>", [Content("<|channel|>w1<|message|>x")]),
+    ],
+)
+def test_what_is_no_call_is_content(name, text, expected):
+    assert parse(form("none", name), text) == parse(form("none", name), text, 1) == (expected or [Content(text)])
+
+
+def test_content_is_passed_on_at_once():
+    parser = ReplyParser(form("none", "hermes"), TOOLS)
+    assert parser.feed("Hello") == [Content("Hello")]
+    assert parser.feed(" <tool") == [Content(" ")]
+    assert parser.feed(" box") == [Content("<tool box")]
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "pieces"),
+    [
+        ("hermes", '<tool_call>\n{"name": "get", "arguments":', [' {"', "s", '": "', "long", " text"]),
+        ("json", '{"name": "get", "arguments":', [' {"', "s", '": "', "long", " text"]),
+        ("qwen3_coder", "<tool_call>\n<function=get", [">", "\n", "<parameter=", "s", ">\n", "long", " text"]),
+        ("glm45", "<tool_call>get", ["<arg_key>", "s", "</arg_key>", "<arg_value>", "long", " text"]),
+        (
+            "deepseek_v31",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get",
+            ["<｜tool▁sep｜>", '{"', "s", '": "', "long"],
+        ),
+        (
+            "kimi_k2",
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.get:",
+            ["0", "<|tool_call_argument_begin|>", '{"'],
+        ),
+        ("pythonic", "[get(", ["s", '="', "long", " text"]),
+        ("openai", "<|channel|>commentary to=functions.get", ["<|message|>", '{"', "s", '": "', "long"]),
+    ],
+)
+def test_arguments_stream_from_the_third_token_behind_the_name_on(name, before, pieces):
+    parser = ReplyParser(form("none", name), TOOLS)
+    assert parser.feed(before) == []
+    events = [parser.feed(piece) for piece in pieces]
+    first = next(i for i, found in enumerate(events) if any(isinstance(event, Arguments) for event in found))
+    assert first < 3 and isinstance(events[first][0], CallStart)
+    silent = ("\n", "<parameter=", "s", "</arg_key>", "<arg_value>")
+    assert all(events[i] or pieces[i] in silent for i in range(first + 1, len(pieces)))
+
+
+def test_without_tools_and_in_mode_none_a_call_is_content():
+    assert parse(form("none", "hermes"), ONE, mode="none") == [Content(ONE)]
+    parser = ReplyParser(form("none", "hermes"))
+    assert join_events([*parser.feed(ONE), *parser.end()]) == [Content(ONE)]
