@@ -38,17 +38,20 @@ def locate_models(args: argparse.Namespace, screen: Screen) -> None:
         is_name = model is not None and not Path(model).expanduser().exists()
         name = parse_name(model) if is_name else None
         if name is not None and find(name) is None:
+            from inferplane.gguf.opened import find_planned_ranges
+
+            check = partial(_check, args) if model == args.model else None
             with fetching(name, screen) as progress:
-                locate(name, progress=progress, check=partial(_check, args) if model == args.model else None)
+                locate(name, progress=progress, check=check, find_ranges=find_planned_ranges)
 
 
-def _check(args: argparse.Namespace, folder: Path) -> None:
+def _check(args: argparse.Namespace, path: Path) -> None:
     """Refuse a model before its weights are downloaded: its architecture is not known, or it is too large."""
     from inferplane.engine.runner.model_runner import check_before_download  # imports torch, which is needed anyway
     from inferplane.plugins import host
 
     options = binding_options(args)
-    check_before_download(folder, model=args.model, host=host(), device=args.device, options=options, index=args.index)
+    check_before_download(path, model=args.model, host=host(), device=args.device, options=options, index=args.index)
 
 
 @contextmanager

@@ -6,9 +6,10 @@ anything is allocated for it; a damaged or hostile file is refused by a Checkpoi
 
 from __future__ import annotations
 
+import io
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -33,6 +34,8 @@ MAX_DIMENSIONS = 4
 ALIGNMENT = "general.alignment"
 DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 2**16
+MAX_NUMBERS_BYTES = 2**16
+"""Most bytes of a tensor whose values a config is made of."""
 
 _NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
 """Types of numbers in metadata, by their number in files."""
@@ -87,6 +90,33 @@ def read_header(path: Path) -> GGUFHeader:
         raise CheckpointError(f"{path} has a damaged header: {error}.", remedy=AGAIN) from error
 
 
+class _GoesOn(ValueError):
+    """A header is longer than what there is to read."""
+
+
+def find_ranges(beginning: bytes, size: int, also: Iterable[str] = ()) -> list[tuple[int, int]] | None:
+    """Which bytes of a file a plan of its model reads, as first and end of each piece: the header, and some tensors.
+
+    Args:
+        beginning: the file's first bytes.
+        size: of the file, in bytes.
+        also: names of small tensors that are read, too.
+
+    Returns:
+        None if the header goes on after these bytes. Of a damaged header what is there: reading it says what is wrong.
+    """
+    scan = _Cursor(io.BytesIO(beginning), size)
+    try:
+        found = _read(Path("model.gguf"), scan)
+    except _GoesOn:
+        return None
+    except (ValueError, CheckpointError):
+        return [(0, len(beginning))]
+    entries = [found.tensors[name] for name in also if name in found.tensors]
+    small = [(entry.start, entry.start + entry.nbytes) for entry in entries if entry.nbytes <= MAX_NUMBERS_BYTES]
+    return [(0, scan.at), *small]
+
+
 class _Cursor:
     """Reads a file from its beginning, piece by piece; ValueError where it ends too early."""
 
@@ -108,7 +138,7 @@ class _Cursor:
         if stop > len(self.data):
             self.data += self.file.read(max(stop - len(self.data), self.PIECE))
             if stop > len(self.data):
-                raise ValueError("the file ends while it is read")
+                raise _GoesOn("the file ends while it is read")
         self.at = stop
         return start
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from inferplane.errors import CheckpointError, UsageError, first_of
 from inferplane.files import AGAIN
-from inferplane.gguf.architecture import make_config
+from inferplane.gguf.architecture import DERIVED, make_config
 from inferplane.gguf.derived import derive
-from inferplane.gguf.header import MAGIC, GGUFHeader, TensorEntry
+from inferplane.gguf.header import MAGIC, MAX_NUMBERS_BYTES, GGUFHeader, TensorEntry, find_ranges
 from inferplane.gguf.metadata import Metadata
 from inferplane.gguf.shards import open_model
 from inferplane.hub.gguf_files import SUFFIX, group_files
@@ -45,6 +45,11 @@ def find_file(path: Path) -> Path | None:
             f"{path} holds {len(models)} GGUF models: {first_of(models)}.", remedy="pass one of these files"
         )
     return path / models[0] if models else None
+
+
+def find_planned_ranges(beginning: bytes, size: int) -> list[tuple[int, int]] | None:
+    """Which bytes of a file a plan of its model reads: see `find_ranges`."""
+    return find_ranges(beginning, size, DERIVED)
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ class GGUFModel:
     def _read_numbers(self, name: str) -> list[float]:
         """The values of a small float32 tensor."""
         entry: TensorEntry = self.header.tensors[name]
-        if entry.type.name != "F32" or entry.nbytes > 2**16:
+        if entry.type.name != "F32" or entry.nbytes > MAX_NUMBERS_BYTES:
             raise CheckpointError(f"{self.path}: tensor {name!r} is no short list of float32 numbers.", remedy=AGAIN)
         with open(entry.path, "rb") as file:
             file.seek(entry.start)

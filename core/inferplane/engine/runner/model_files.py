@@ -10,7 +10,7 @@ from typing import Any
 
 from inferplane.engine.request.tokenizer_loading import has_vocabulary
 from inferplane.errors import CheckpointError, UsageError
-from inferplane.gguf.opened import GGUFModel, find_file
+from inferplane.gguf.opened import GGUFModel, find_file, find_planned_ranges
 from inferplane.hub import FORMS, locate, near_short_names, parse_name
 from inferplane.models import Config, SafetensorsFolder, as_config, constructor, settle_architecture
 from inferplane.models.reading.gguf_source import GGUFSource
@@ -44,7 +44,8 @@ class ModelFiles:
         model: "demo" or another name of `SHIPPED`, a folder in the Hugging Face layout, a GGUF file or its first shard,
             a name on a hub (a string), a mapping with a config's entries, or a transformers config.
         configs: of a name on a hub only the config is downloaded, if it is not in the cache.
-        check: called with the folder of a name's configs before its weights are downloaded; may raise.
+        check: called with the folder of a name's configs, or a GGUF file with its header alone, before weights are
+            downloaded; may raise.
 
     Raises:
         UsageError: no such folder, and no such model on a hub.
@@ -53,15 +54,15 @@ class ModelFiles:
     """
 
     def __init__(self, model: Any, *, configs: bool = False, check: Callable[[Path], None] | None = None) -> None:
-        self.folder: Path | None = None
+        self._folder: Path | None = None
         self._gguf: GGUFModel | None = None
         self._source: SafetensorsFolder | GGUFSource | None = None
         if isinstance(model, (str, Path)):
             self.name = str(model)
-            self.folder = SHIPPED.get(str(model)) or Path(model).expanduser()
-            if isinstance(model, str) and not self.folder.exists() and (name := parse_name(model)):
-                self.folder = locate(name, configs=configs, check=check).path
-            if (file := find_file(self.folder)) is not None:
+            path = SHIPPED.get(str(model)) or Path(model).expanduser()
+            if isinstance(model, str) and not path.exists() and (name := parse_name(model)):
+                path = locate(name, configs=configs, check=check, find_ranges=find_planned_ranges).path
+            if (file := find_file(path)) is not None:
                 self._gguf = GGUFModel.open(file)
                 self.config = Config(self._gguf.entries, str(file))
                 self._source = GGUFSource(
@@ -69,9 +70,9 @@ class ModelFiles:
                 )
                 if (packed := self._source.quantization()) is not None:
                     self.config["quantization_config"] = packed
-                self.folder = self._gguf.derive_folder()
                 return
-            if not self.folder.is_dir():
+            self._folder = path
+            if not path.is_dir():
                 if model in SHIPPED:
                     tool = "train_demo.py" if model == DEMO else "train_drafts.py"
                     raise CheckpointError(
@@ -79,14 +80,21 @@ class ModelFiles:
                         remedy=f"train it with tools/demo/{tool}, or load another model",
                     )
                 raise UsageError(
-                    f"Model {self.name!r} is no folder{_what_it_is(self.name, self.folder)}.",
+                    f"Model {self.name!r} is no folder{_what_it_is(self.name, path)}.",
                     there_is=f"'demo', which ships with Inferplane; {FORMS}",
-                    remedy=_how_to_get_a_folder(self.name, self.folder),
+                    remedy=_how_to_get_a_folder(self.name, path),
                 )
-            self.config = settle_architecture(Config.read(self.folder), host().models())
+            self.config = settle_architecture(Config.read(path), host().models())
         else:
             self.config = settle_architecture(as_config(model), host().models())
             self.name = self.config.architecture
+
+    @property
+    def folder(self) -> Path | None:
+        """The model's folder; of a GGUF file the one that is derived from it, which the first call makes."""
+        if self._folder is None and self._gguf is not None:
+            self._folder = self._gguf.derive_folder()
+        return self._folder
 
     @property
     def has_weights(self) -> bool:
@@ -96,7 +104,7 @@ class ModelFiles:
     @property
     def has_safetensors(self) -> bool:
         """Whether the folder holds weights in files that are read."""
-        return self.folder is not None and any(self.folder.glob("*.safetensors*"))
+        return self._folder is not None and any(self._folder.glob("*.safetensors*"))
 
     @property
     def has_tokenizer(self) -> bool:
@@ -105,7 +113,7 @@ class ModelFiles:
 
     def _has_pickled(self) -> bool:
         """Whether the folder holds weights in pickled files, which are never read."""
-        return self.folder is not None and any(p.suffix in (".bin", ".pt", ".pth") for p in self.folder.iterdir())
+        return self._folder is not None and any(p.suffix in (".bin", ".pt", ".pth") for p in self._folder.iterdir())
 
     def source(self) -> SafetensorsFolder | GGUFSource:
         """The checkpoint's tensors, to be read by name; opened, and their headers read, at the first call.
@@ -113,13 +121,14 @@ class ModelFiles:
         Raises:
             CheckpointError: there are none, or they are damaged.
         """
-        if self.folder is None:
+        if self._source is not None:
+            return self._source
+        if self._folder is None:
             raise CheckpointError(
                 f"{self.name} was given as a config without weights.",
                 remedy='pass load_format="dummy" for random weights, or a folder with weights',
             )
-        if self._source is None:
-            self._source = SafetensorsFolder(self.folder, partial(canonical_names, config=self.config))
+        self._source = SafetensorsFolder(self._folder, partial(canonical_names, config=self.config))
         return self._source
 
     def config_of_tensors(self) -> Config:

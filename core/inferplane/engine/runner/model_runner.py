@@ -16,13 +16,13 @@ from inferplane.engine.runner.buckets import bucket_sizes
 from inferplane.engine.runner.capture import DecodeSteps
 from inferplane.engine.runner.estimate import check_fit
 from inferplane.engine.runner.kv_cache import KV_SHARE, CacheMemory, check_memory, place_caches
-from inferplane.engine.runner.model_files import ModelFiles, check_architecture
+from inferplane.engine.runner.model_files import ModelFiles
 from inferplane.engine.runner.options import Draft, RunnerOptions
 from inferplane.engine.runner.planned_model import PlannedModel
 from inferplane.engine.runner.ranks import Ranks
 from inferplane.errors import CapacityError, InferplaneError, UsageError, warn
 from inferplane.kvcache import TablePlan
-from inferplane.models import SafetensorsFolder
+from inferplane.models import SafetensorsFolder, constructor
 from inferplane.models.families.eagle import WithEagle
 from inferplane.models.reading.gguf_source import GGUFSource
 from inferplane.models.reading.names import check_frequencies
@@ -296,12 +296,12 @@ class Runner(PlannedModel):
 
 
 def check_before_download(
-    folder: Path, *, model: str, host: PluginHost, device: str, options: RunnerOptions, index: int = 0
+    path: Path, *, model: str, host: PluginHost, device: str, options: RunnerOptions, index: int = 0
 ) -> None:
     """Refuse what a model's config shows to be in vain, before its weights are downloaded.
 
     Args:
-        folder: of the configs.
+        path: the folder of the configs, or a GGUF file that has its header alone.
         model: the name that errors have.
         host, device, options, index: as for `Runner.open`.
 
@@ -309,9 +309,9 @@ def check_before_download(
         UnsupportedModelError: no model family has its architecture. CheckpointError: the config cannot be read.
         CapacityError: its weights are larger than the device's free memory.
     """
-    check_architecture(folder)
-    files = ModelFiles(folder)
+    files = ModelFiles(path)
     files.name = model
+    constructor(files.config.architecture, host.models())
     try:
         runner = Runner.plan_only(files, host, device, replace(options, lock=None))
         is_here = next(e for e in host.devices() if e.name == runner.backend.name).probe.available

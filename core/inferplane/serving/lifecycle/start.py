@@ -27,6 +27,7 @@ from typing import Any
 from inferplane.engine import AsyncLLM
 from inferplane.engine.clients.options import OPTIONS, SpeculativeOptions
 from inferplane.engine.clients.process.child import kill_engines
+from inferplane.engine.clients.process.download_check import check_in_process
 from inferplane.engine.clients.process.memory import gc_paused, share_heap
 from inferplane.errors import UsageError, install_hint
 from inferplane.hub import forbid_downloads, locate, parse_name, report_on_stderr
@@ -68,7 +69,7 @@ def run(resolved: ResolvedSettings, pins: Mapping[str, str]) -> int:
     share_heap()
     logs.set_up(settings.log_format, settings.log_level)
     raise_limit()
-    settings = locate_models(settings)
+    settings = locate_models(settings, pins)
     if "WORLD_SIZE" in os.environ:
         from inferplane.engine.runner.ranks import launcher_ranks
 
@@ -143,12 +144,12 @@ def _serve(settings: ServerSettings, pins: Mapping[str, str], keys: Keys, socket
         logs.finish()
 
 
-def locate_models(settings: ServerSettings) -> ServerSettings:
+def locate_models(settings: ServerSettings, pins: Mapping[str, str]) -> ServerSettings:
     """The settings with folders in place of names on a hub: downloaded if need be, once, before any process starts. The
     model is served under the name that the user gave.
 
     Raises:
-        InferplaneError: there is no such model, or it cannot be downloaded.
+        InferplaneError: there is no such model, it cannot be downloaded, or its weights are too large for the device.
     """
     if settings.offline:
         forbid_downloads(os.environ)
@@ -157,9 +158,14 @@ def locate_models(settings: ServerSettings) -> ServerSettings:
         model = getattr(settings, setting)
         if model is None or Path(model).expanduser().exists() or (name := parse_name(model)) is None:
             continue
+        from inferplane.gguf.opened import find_planned_ranges
+
+        options = engine_options(replace(settings, speculative_method=None), pins)
+        check = partial(check_in_process, model=model, options=options) if setting == "model" else None
         with report_on_stderr() as progress:
-            found = locate(name, progress=replace(progress, say=partial(log.info, "%s")))
-        changes[setting] = str(found.folder)
+            shown = replace(progress, say=partial(log.info, "%s"))
+            found = locate(name, progress=shown, check=check, find_ranges=find_planned_ranges)
+        changes[setting] = str(found.path)
     if "model" in changes and not settings.served_model_name:
         changes["served_model_name"] = (settings.model,)
     return replace(settings, **changes)

@@ -113,9 +113,9 @@ def test_the_served_name_is_the_users(hub, monkeypatch):
     from inferplane.serving.lifecycle.start import locate_models
     from inferplane.serving.settings import ServerSettings
 
-    found = locate_models(ServerSettings(model="org/demo"))
+    found = locate_models(ServerSettings(model="org/demo"), {})
     assert Path(found.model).name == COMMIT and found.served_model_name == ("org/demo",)
-    assert locate_models(ServerSettings(model="org/demo", served_model_name=("x",))).served_model_name == ("x",)
-    assert locate_models(ServerSettings()) == ServerSettings()
+    assert locate_models(ServerSettings(model="org/demo", served_model_name=("x",)), {}).served_model_name == ("x",)
+    assert locate_models(ServerSettings(), {}) == ServerSettings()
     monkeypatch.setenv("INFERPLANE_OFFLINE", "")
-    assert locate_models(ServerSettings(model="hf:org/demo", offline=True)).model == found.model
+    assert locate_models(ServerSettings(model="hf:org/demo", offline=True), {}).model == found.model

@@ -6,14 +6,19 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save
 
 from inferplane.cli.main import DONE, FAILED, WRONG_USAGE
+from inferplane.gguf import read_header
 from inferplane.hub.settings import default_cache
 from inferplane.models import Build, Config, llama
 from inferplane.types import Memory
+from tests.unit.gguf.files import LLAMA as GGUF_ENTRIES
+from tests.unit.gguf.files import llama as gguf_tensors
+from tests.unit.gguf.files import write as write_gguf
 from tests.unit.hub.conftest import online, server  # noqa: F401 - fixtures
 from tests.unit.hub.hub_server import Fault, Model
 from tests.unit.support.small import LLAMA, tensors_for
@@ -206,7 +211,7 @@ def test_an_estimate_of_a_name_is_that_of_its_folder(cli, hub, tmp_path):
 
 
 def test_an_estimate_reads_headers_alone(cli, hub, monkeypatch):
-    monkeypatch.setattr("inferplane.hub.lookup.FIRST_HEADER_BYTES", 512)  # shorter than the header
+    monkeypatch.setattr("inferplane.hub.headers.FIRST_HEADER_BYTES", 512)  # shorter than the header
     content = hub.models["org/small", "main"].files[WEIGHTS]
     length = 8 + int.from_bytes(content[:8], "little")
     assert cli("estimate", "org/small", "--device", "cpu", "--json")[0] == DONE
@@ -250,3 +255,78 @@ def test_a_damaged_header_is_refused(cli, hub):
         hub.add(f"org/{name}", Model({**files, WEIGHTS: content}))
         code, _, err = cli("estimate", f"org/{name}", "--device", "cpu")
         assert code == FAILED and WEIGHTS in one_screen(err), err
+
+
+# ------------------------------------------------------------------ GGUF files
+
+
+@pytest.fixture
+def packed(hub, tmp_path, monkeypatch):
+    """A GGUF file whose config is in its metadata and in a tensor, also by its name; returns its path."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tokens = [f"token {number}" for number in range(4000)]
+    factors = {"rope_freqs.weight": ("F32", np.full(32, 2, np.float32))}
+    tensors = {**gguf_tensors("Q4_K"), **factors}
+    path = write_gguf(tmp_path / "tiny-Q4_K.gguf", tensors, GGUF_ENTRIES, others={"tokenizer.ggml.tokens": tokens})
+    other = write_gguf(tmp_path / "tiny-Q8_0.gguf", gguf_tensors("Q8_0"))
+    hub.add("org/packed", Model({file.name: file.read_bytes() for file in (path, other)}))
+    return path
+
+
+def test_an_estimate_of_a_gguf_name_reads_its_header_alone(cli, hub, packed, monkeypatch):
+    monkeypatch.setattr("inferplane.hub.headers.FIRST_GGUF_BYTES", 1024)
+    words = ("--device", "cpu", "--memory", "1GiB", "--json")
+    file = json.loads(cli("estimate", str(packed), *words)[1])
+    code, out, err = cli("estimate", "org/packed:Q4_K", *words)
+    assert code == DONE, err
+    assert {**json.loads(out), "model": ""} == {**file, "model": ""}
+    ends = [int(line.partition("-")[2]) for line in hub.ranges()]
+    factors = read_header(packed).tensors["rope_freqs.weight"]
+    *pieces, before, last, of_factors = ends  # each piece goes on where the one before it ends
+    assert (
+        pieces[:2] == [1023, 4095] and before < min(e.start for e in read_header(packed).tensors.values()) <= last + 1
+    )
+    assert of_factors == factors.start + factors.nbytes - 1
+    assert [line.partition("=")[2].partition("-")[0] for line in hub.ranges()[:3]] == ["0", "1024", "4096"]
+    assert not list(default_cache().rglob("*.gguf")) and not (packed.parent / "cache").exists()
+
+
+def test_ranges_of_a_server_that_sends_whole_files(cli, hub, packed):
+    model = hub.models["org/packed", "main"]
+    hub.faults[model.sha256(packed.name)] += [Fault(whole=True)] * 9
+    code, out, err = cli("estimate", "org/packed:Q4_K", "--device", "cpu", "--memory", "1GiB", "--json")
+    assert code == DONE, err
+    assert json.loads(out)["weight_bytes"] > 0
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF" + b"\3\0\0\0" + b"\1" * 100, b"version https://x" * 9])
+def test_a_damaged_gguf_header_is_refused(cli, hub, content):
+    hub.add("org/damaged", Model({"model.gguf": content}))
+    code, _, err = cli("estimate", "org/damaged", "--device", "cpu")
+    assert code == FAILED and "model.gguf" in one_screen(err), err
+
+
+def test_a_gguf_name_that_is_too_large(cli, hub, packed, memory):
+    memory(1000)
+    code, _, err = cli(*run("org/packed:Q4_K"))
+    assert code == FAILED and "error: org/packed:Q4_K is too large: its weights take " in one_screen(err)
+    assert not list(default_cache().rglob("*.gguf"))
+    memory(2**30)
+    assert cli(*run("org/packed:Q4_K"))[0] == DONE
+
+
+# ------------------------------------------------------------------ a server
+
+
+def test_a_server_refuses_before_it_downloads(hub):
+    """Its process imports no torch: another one judges."""
+    pytest.importorskip("pydantic")
+    from inferplane.errors import CapacityError
+    from inferplane.serving.lifecycle.start import locate_models
+    from inferplane.serving.settings import ServerSettings
+
+    files = files_of({**CONFIG, "hidden_size": 2**16, "intermediate_size": 2**20, "num_hidden_layers": 99})
+    hub.add("org/huge", Model(files))
+    with pytest.raises(CapacityError, match="org/huge is too large: its weights take") as caught:
+        locate_models(ServerSettings(model="org/huge", device="cpu"), {})
+    assert hub.paths() == [] and caught.value.remedy.startswith("choose a smaller model, or several devices")

@@ -49,7 +49,7 @@ class EngineProcess:
                 there_is=f"{MAX_ADDRESS_BYTES} bytes for a socket's path, here {len(os.fsencode(self.address))}",
                 remedy="set TMPDIR to a shorter path",
             )
-        load = messages.LoadModel(*_plain(model, options), address=self.address)
+        load = messages.LoadModel(*plain_arguments(model, options), address=self.address)
         self.socket, theirs = socket.socketpair()
         try:
             self._first_message = frame(load)
@@ -109,7 +109,7 @@ def kill_engines() -> None:
         process.dispose(0.0)
 
 
-def _plain(model: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def plain_arguments(model: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Model and options as plain data: names for dtypes, mappings for configs, strings for paths; no `progress`."""
     if isinstance(model, (str, Path)):
         model = str(model)
