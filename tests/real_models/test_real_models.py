@@ -5,23 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.cpu.questions import QUESTIONS
 from inferplane import LLM, SamplingParams
 from inferplane.models.convert import convert
 from tests.real_models.conftest import fetch_once
 
 TOKENS = 48
-QUESTIONS = [
-    "What is the capital of France?",
-    "Write a haiku about the sea.",
-    "Explain in one sentence why the sky is blue.",
-    "List three uses of a paper clip.",
-    "Translate to German: Good morning, my friend.",
-    "Write a Python function that reverses a string.",
-    "Who wrote Romeo and Juliet?",
-    "What is 17 + 25?",
-    "Summarize: The cat sat on the mat, looked at the rain, and went back to sleep.",
-    "Give me a name for a small brown dog.",
-]
 TEXTS = [
     "The capital of France is",
     "Once upon a time, in a village by the sea,",

@@ -9,13 +9,13 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from inferplane.errors import CheckpointError, first_of
+from inferplane.models.reading.entries import EntriesByName
 from inferplane.models.reading.file_reader import FileReader
 from inferplane.models.reading.json_scanner import reporting_read_errors
 from inferplane.models.reading.safetensors_header import SUFFIX, Entry, read_header, read_index
@@ -27,7 +27,7 @@ CHUNK_BYTES = 32 * 2**20
 """Size of the buffer for tensors that are converted or sliced while they are read."""
 
 
-class SafetensorsFolder:
+class SafetensorsFolder(EntriesByName[Entry]):
     """A `TensorSource` with the safetensors files of a folder.
 
     Which files are read: `model.safetensors` if it is there, as in transformers, and lacks nothing that a readable
@@ -125,21 +125,10 @@ class SafetensorsFolder:
         """Whether two tensors have the same dtype, shape and bytes. Reads them until they differ."""
         return self._are_equal(self._entries[one], self._entries[other])
 
-    def main_dtype(self) -> torch.dtype | None:
-        """The dtype of 16 or more bits in which most bytes of the tensors are stored; None if there is none."""
-        sizes: Counter[torch.dtype] = Counter()
-        for _, entry in self._floats():
-            sizes[entry.dtype] += entry.nbytes
-        return max(sizes, key=lambda dtype: sizes[dtype], default=None)
-
     def first_dtype(self) -> torch.dtype | None:
         """The dtype of 16 or more bits of the first tensor that has one, by the names of files, then of tensors."""
         first = min(self._floats(), key=lambda item: (item[1].path.name, item[0]), default=None)
         return None if first is None else first[1].dtype
-
-    def _floats(self) -> Iterator[tuple[str, Entry]]:
-        """The tensors with a dtype of 16 or more bits, by name."""
-        return ((n, e) for n, e in self._entries.items() if e.dtype.is_floating_point and e.dtype.itemsize > 1)
 
     def _shards(self, index: Path, where: dict[str, str]) -> list[Path]:
         """The files that an index names."""
@@ -167,20 +156,6 @@ class SafetensorsFolder:
                 remedy="convert the checkpoint to safetensors" if others else "fetch its weights: none are here",
             )
         return files
-
-    def names(self) -> Iterable[str]:
-        """See `TensorSource.names`."""
-        return self._entries.keys()
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """See `TensorSource.shape`."""
-        entry = self._entries.get(name)
-        return None if entry is None else entry.shape
-
-    def dtype(self, name: str) -> torch.dtype | None:
-        """See `TensorSource.dtype`."""
-        entry = self._entries.get(name)
-        return None if entry is None else entry.dtype
 
     def read_into(self, name: str, out: torch.Tensor, shard: Shard) -> None:
         """See `TensorSource.read_into`. Equal dtypes and whole rows go straight into `out`."""

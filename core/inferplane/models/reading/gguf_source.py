@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +14,7 @@ import torch
 from inferplane.errors import CheckpointError
 from inferplane.gguf import GGUFHeader, Metadata, StoredTensor, TensorEntry, list_tensors
 from inferplane.gguf.types import PLAIN, TensorType
+from inferplane.models.reading.entries import EntriesByName
 from inferplane.models.reading.file_reader import FileReader
 from inferplane.models.reading.safetensors_header import Entry
 from inferplane.types import Shard
@@ -88,7 +88,7 @@ def expand(raw: torch.Tensor, kind: TensorType, columns: int) -> torch.Tensor:
     return torch.from_numpy(numbers).reshape(-1, columns)
 
 
-class GGUFSource:
+class GGUFSource(EntriesByName[GGUFEntry]):
     """A `TensorSource` with the tensors of GGUF files.
 
     Args:
@@ -113,20 +113,6 @@ class GGUFSource:
         found: dict[str, Entry] = {name: entry_of(one) for name, one in list_tensors(meta, header.tensors).items()}
         self._entries = cast("dict[str, GGUFEntry]", spell(found))
         self._files: dict[Path, FileReader] = {}
-
-    def names(self) -> Iterable[str]:
-        """See `TensorSource.names`."""
-        return self._entries.keys()
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """See `TensorSource.shape`."""
-        entry = self._entries.get(name)
-        return None if entry is None else entry.shape
-
-    def dtype(self, name: str) -> torch.dtype | None:
-        """See `TensorSource.dtype`: float32 for packed values."""
-        entry = self._entries.get(name)
-        return None if entry is None else entry.dtype
 
     def find_packed_type(self, name: str) -> str | None:
         """The GGUF type of a matrix whose rows `raw` gives as they are packed; None if it is not packed, or its values
@@ -168,13 +154,6 @@ class GGUFSource:
         if a == b:
             return True
         return a.shape == b.shape and torch.equal(self._read_values(a), self._read_values(b))
-
-    def main_dtype(self) -> torch.dtype | None:
-        """The dtype in which most bytes of the unquantized tensors are stored; None if there is none."""
-        sizes: Counter[torch.dtype] = Counter()
-        for entry in self._entries.values():
-            sizes[entry.dtype] += entry.nbytes
-        return max(sizes, key=lambda dtype: sizes[dtype], default=None)
 
     def first_dtype(self) -> torch.dtype | None:
         """As `main_dtype`: files have their vectors in float32, wherever these lie."""
