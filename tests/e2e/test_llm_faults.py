@@ -83,6 +83,22 @@ def test_a_request_that_fails_ends_alone(llm, monkeypatch):
     assert one(llm).token_ids == want.token_ids
 
 
+def test_an_error_that_says_what_to_do_is_the_requests_own(llm, monkeypatch):
+    """As that of a constraint which cannot be followed: no class, and no advice about kernels."""
+
+    def faulty(batch):
+        raise UsageError("The grammar is too long.", remedy="simplify it")
+
+    monkeypatch.setattr(llm.runner, "run", faulty)
+    words = "while they ran: The grammar is too long. To do: simplify it."
+    with pytest.raises(GenerationError, match=re.escape(words)) as caught:
+        llm.generate(["Hello"], GREEDY)
+    assert "explain" not in str(caught.value)
+    with pytest.raises(GenerationError, match=re.escape(words.replace("they", "it"))) as caught:
+        list(llm.stream("Hello", GREEDY))
+    assert "explain" not in str(caught.value)
+
+
 def test_one_bad_prompt_of_several(llm):
     for bad, params in (([1, 10**6], GREEDY), (LONG * 40, GREEDY)):
         with pytest.raises((UsageError, CapacityError)):

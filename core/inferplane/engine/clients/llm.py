@@ -23,13 +23,13 @@ from inferplane.engine.request.constraint import Constraint
 from inferplane.engine.request.params import SamplingParams, check_keywords
 from inferplane.engine.request.results import Delta, Result
 from inferplane.engine.request.seeds import as_int64, child_seed
-from inferplane.engine.request.state import SEE_EXPLAIN, PieceReader, Request, report_failures, result_of
+from inferplane.engine.request.state import PieceReader, Request, failure_of, report_failures, result_of
 from inferplane.engine.request.text import Tokenizer
 from inferplane.engine.runner.model_files import ModelFiles
 from inferplane.engine.runner.model_runner import Runner, check_before_download
 from inferplane.engine.runner.ranks import num_ranks
 from inferplane.engine.speculate import SpeculativeConfig, with_draft
-from inferplane.errors import GenerationError, UsageError, sentence
+from inferplane.errors import UsageError
 from inferplane.plugins import host
 
 
@@ -189,8 +189,7 @@ class LLM:
                         self._lock.step()
                 reason = piece.finish_reason
                 if reason == "error":
-                    what = sentence(f"The request failed while it ran: {piece.error}{piece.error_place}")
-                    raise GenerationError(what, remedy=SEE_EXPLAIN)
+                    raise failure_of("The request failed while it ran", piece.error or "", piece.error_place)
                 yield piece
         finally:
             self._lock.abandon(request)

@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from numbers import Real
 from typing import Any, ParamSpec, TypeVar
 
+from inferplane.dialogue.schema_dialects import modernize
 from inferplane.engine.request.fields import (
     MAX_COUNT,
     MAX_GRAMMAR_BYTES,
@@ -305,7 +306,7 @@ def _json_text(value: Any) -> str:
         return "{}"
     if not isinstance(parsed, Mapping):
         raise ValueError("a schema is an object, or true; nothing fits false")
-    return json.dumps(dict(parsed), ensure_ascii=False, allow_nan=False)
+    return json.dumps(modernize(parsed), ensure_ascii=False, allow_nan=False)
 
 
 def _is_count(value: Any) -> bool:

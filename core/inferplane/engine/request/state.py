@@ -13,7 +13,7 @@ from inferplane.engine.request.params import SamplingParams
 from inferplane.engine.request.results import Delta, FinishReason, Result, Timings, TokenLogprob
 from inferplane.engine.request.seeds import as_int64, fresh_seed
 from inferplane.engine.request.text import Detokenizer
-from inferplane.errors import GenerationError, place_of, sentence, warn
+from inferplane.errors import GenerationError, InferplaneError, place_of, sentence, warn
 from inferplane.types.state import StateSlots
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class Request:
     def record_error(self, error: Exception) -> str:
         """Keep the place where a plugin raised the exception; returns the exception in words."""
         self.error_place = place_of(error)
-        return f"{type(error).__name__}: {error}"
+        return str(error) if isinstance(error, InferplaneError) else f"{type(error).__name__}: {error}"
 
     def timings(self) -> Timings:
         """Seconds and counts so far; final once the request has ended. What has not happened yet counts as happening
@@ -249,11 +249,24 @@ def report_failures(requests: list[Request]) -> None:
     failed = [r for r in requests if r.finish_reason == "error"]
     if not failed:
         return
-    why = failed[0].error + failed[0].error_place
-    what = sentence(f"{len(failed)} of {len(requests)} requests failed while they ran: {why}")
+    error = failure_of(
+        f"{len(failed)} of {len(requests)} requests failed while they ran", failed[0].error, failed[0].error_place
+    )
     if len(failed) == len(requests):
-        raise GenerationError(what, remedy=SEE_EXPLAIN)
-    warn(what)
+        raise error
+    warn(error.what)
+
+
+def failure_of(what: str, error: str, place: str) -> GenerationError:
+    """The exception for requests that failed while they ran.
+
+    Args:
+        what: the first words.
+        error: what failed; if it says what to do, that is all there is to do.
+        place: of the plugin's code; see `Request.record_error`.
+    """
+    remedy = "" if "To do: " in error else SEE_EXPLAIN
+    return GenerationError(sentence(f"{what}: {error}{place}"), remedy=remedy)
 
 
 def result_of(samples: list[Request]) -> Result:

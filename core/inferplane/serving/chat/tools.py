@@ -14,6 +14,7 @@ from typing import Any
 
 from inferplane.dialogue.replies.calls import MAX_CALLS
 from inferplane.dialogue.replies.parser import Mode
+from inferplane.dialogue.schema_dialects import DATA, NAMES
 from inferplane.serving.chat.custom_input import input_schema
 from inferplane.serving.chat.request import (
     AllowedTools,
@@ -24,7 +25,7 @@ from inferplane.serving.chat.request import (
     NamedTool,
     Tool,
 )
-from inferplane.serving.constraints.schemas import DATA, NAMES, arguments_schema, relax
+from inferplane.serving.constraints.schemas import arguments_schema, relax
 from inferplane.serving.errors import invalid
 
 

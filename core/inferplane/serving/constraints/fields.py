@@ -94,4 +94,4 @@ def _schema_of_object(schema: dict[str, Any]) -> dict[str, Any]:
             f"response_format.schema is of type {kind!r:.80}; json_object is for objects: use the type json_schema.",
             "response_format.schema",
         )
-    return schema
+    return {key: value for key, value in schema.items() if key != "nullable"}  # an answer is an object, never null

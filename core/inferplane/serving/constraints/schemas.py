@@ -12,12 +12,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from inferplane.dialogue.schema_dialects import DATA, NAMES, modernize
 from inferplane.serving.errors import invalid
 
-DATA = frozenset(("const", "enum", "default", "examples"))
-"""Keys of a schema whose values are not schemas."""
-NAMES = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
-"""Keys of a schema whose values map names to schemas."""
 NOT_ENFORCED = frozenset(
     {
         *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "propertyNames"),
@@ -95,4 +92,4 @@ def arguments_schema(function: str, parameters: Mapping[str, Any] | None) -> dic
     kind = parameters.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise invalid(f"The parameters of {function} are of type {kind!r}; arguments are of type 'object'.", "tools")
-    return {**parameters, "type": "object"}
+    return {**modernize({**parameters, "nullable": False}), "type": "object"}
