@@ -184,6 +184,7 @@ heavy |= {name for name in sys.modules if name.startswith("inferplane.engine.")}
     "inferplane.engine.clients", "inferplane.engine.clients.options",  # the record that flags are made from
     "inferplane.engine.request.other_engines",  # a table for unknown flags
     "inferplane.engine.request", "inferplane.engine.request.arguments", "inferplane.engine.request.params",
+    "inferplane.engine.request.fields",
 }
 heavy &= set(sys.modules)
 sys.exit(f"imported: {heavy}" if heavy else 0)

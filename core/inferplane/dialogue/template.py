@@ -13,6 +13,7 @@ from typing import Any
 
 from inferplane.dialogue.messages import MAX_ARGUMENT_VALUES, count_values
 from inferplane.dialogue.renderer import Renderer, RenderError
+from inferplane.dialogue.tools import describe_tools
 from inferplane.errors import UsageError, sentence
 
 Messages = Sequence[Mapping[str, Any]]
@@ -21,6 +22,10 @@ _WORD = re.compile(r"\w+")
 _INSIDE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
 _QUOTED = re.compile(r"'[^'\\]*(?:\\.[^'\\]*)*'|\"[^\"\\]*(?:\\.[^\"\\]*)*\"", re.DOTALL)
 _WHOLE = re.compile(r"\bmessages?\s*\|\s*tojson|\bmessage\.(?:items|keys|values)\b|\bmessage\s*\|\s*items")
+SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which templates turn the thought on and off; a template reads one of them."""
+RESERVED = ("messages", "tools", "chat_template", "tokenize", "add_generation_prompt", "continue_final_message")
+"""Variables and options that have arguments of their own, or that a caller cannot set."""
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 """The only ids of calls that Mistral's templates accept."""
 MAX_DIGITS = 400
@@ -86,19 +91,38 @@ class Template:
     def _renderer(self) -> Renderer:
         return Renderer(self.source, self.tokens)
 
-    def render(self, messages: Messages) -> str:
-        """Render a conversation without tools, with the beginning of a reply.
+    @cached_property
+    def _tool_renderer(self) -> Renderer:
+        return self._renderer if self.tool_source is None else Renderer(self.tool_source, self.tokens)
+
+    @property
+    def all_sources(self) -> str:
+        """The template, and that for conversations with tools, as one text."""
+        return f"{self.source}\n{self.tool_source or ''}"
+
+    def render(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Render a conversation, with the beginning of a reply unless the variable `add_generation_prompt` is false.
 
         Args:
             messages: of `normalize_messages`.
+            tools: that may be called; they become text if the template does not support them.
+            variables: further variables of the template.
 
         Raises:
             UsageError: the template refuses it in every form, takes too long, or needs too much memory.
         """
         refusal = ""
-        for plain in forms(self, messages):
+        description = describe_tools(tools) if tools and not self.supports_tools else ""
+        renderer = self._tool_renderer if tools else self._renderer
+        given = {**(variables or {}), "tools": list(tools) or None}
+        for plain in forms(self, messages, description):
             try:
-                return self._renderer.render({"messages": list(plain)})
+                return renderer.render({**given, "messages": list(plain)})
             except RenderError as error:
                 if error.reason != "refused":  # in any form
                     raise UsageError(error.message) from error

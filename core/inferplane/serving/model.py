@@ -128,7 +128,7 @@ class ServedModel:
         Args:
             template: the model's, or a request's; None: there is none.
         """
-        source = None if template is None else f"{template.source}\n{template.tool_source or ''}"
+        source = None if template is None else template.all_sources
         if source not in self._forms:
             if len(self._forms) >= MAX_FORMS:
                 self._forms.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -148,13 +149,17 @@ class Rendered(Exception):
 
 def test_llm_chat_gets_the_same(monkeypatch):
     """No list of parts, and no picture, becomes the text of a prompt."""
-    template = Template("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", {})
+
+    class Shown(Template):
+        def render(self, *given):
+            raise Rendered(super().render(*given))
 
     class Inputs:
-        def chat(self, messages):
-            raise Rendered(template.render(messages))
+        def template(self, source):
+            return Shown("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", {})
 
-    llm = SimpleNamespace(tokenizer=Inputs(), stream=None)
+    llm = SimpleNamespace(tokenizer=Inputs(), files=SimpleNamespace(config={}), stream=None)
+    llm.plan_chat = partial(LLM.plan_chat, llm)
     for chat in (LLM.chat, LLM.stream_chat):
         with pytest.raises(Rendered, match=r"^<user>a\nb$"):
             chat(llm, user([part("a"), part("b")]))

@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Callable, Generator
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from inferplane.cli.arguments import PROGRAM, Parser, add_examples, add_generating, add_model, as_text, suggest
 from inferplane.cli.screen import Screen
@@ -22,7 +22,12 @@ if TYPE_CHECKING:
     from inferplane.engine.request.text import Tokenizer
 
 MAX_TOKENS = 512
-COMMANDS = {"/help": "this list", "/reset": "forget the conversation", "/exit": "leave; so does Ctrl-D"}
+COMMANDS = {
+    "/help": "this list",
+    "/think": "on, off, or N: think for at most N tokens",
+    "/reset": "forget the conversation",
+    "/exit": "leave; so does Ctrl-D",
+}
 PROMPT = "> "
 
 
@@ -69,6 +74,7 @@ class Conversation:
         self.llm, self.params, self._max_tokens = llm, params, args.max_tokens
         self.interrupt = interrupt
         self.drawn_seed = params.seed if args.seed is None else None
+        self.thinking: dict[str, Any] = {}
         self._system = [{"role": "system", "content": args.system}] if args.system else []
         self.reset()
 
@@ -84,30 +90,51 @@ class Conversation:
         """
         self.messages.append({"role": "user", "content": as_text(words)})
         try:
-            text, timings, reason = self._stream(screen)
+            message, timings, reason = self._stream(screen)
         except BaseException:
             self.messages.pop()
             raise
-        self.messages.append({"role": "assistant", "content": text})
+        self.messages.append(message)
         return timings, reason
 
-    def _stream(self, screen: Screen) -> tuple[str, Timings | None, str | None]:
-        from inferplane.cli.sampling_defaults import limit_max_tokens
-        from inferplane.dialogue.messages import normalize_messages
+    def set_thinking(self, words: str) -> str:
+        """Turn the model's thought on or off, or limit its tokens; returns what holds from now on.
 
-        ids = self.llm.tokenizer.chat(normalize_messages(self.messages))
-        params = limit_max_tokens(self.params, self._max_tokens, len(ids), self.llm.runner.max_model_len)
-        text, timings, reason = "", None, None
-        replies = cast("Generator[Delta]", self.llm.stream(ids, params))
+        Raises:
+            UsageError: these are no such words, or the model's template cannot do that.
+        """
+        if words not in ("on", "off") and not words.isdecimal():
+            raise UsageError(f"/think {words}".rstrip() + ".", there_is="on, off, or a number of tokens")
+        chosen = {"thinking": words == "on"} if words in ("on", "off") else {"thinking_token_budget": int(words)}
+        self.llm.plan_chat([{"role": "user", "content": "word"}], self.params, **chosen)
+        self.thinking = chosen
+        return f"the model thinks for at most {words} tokens" if words.isdecimal() else f"thinking is {words}"
+
+    def _stream(self, screen: Screen) -> tuple[dict[str, Any], Timings | None, str | None]:
+        from inferplane.cli.sampling_defaults import limit_max_tokens
+        from inferplane.engine.clients.chat import ChatReader
+
+        plan = self.llm.plan_chat(self.messages, self.params, **self.thinking)
+        params = limit_max_tokens(plan.params, self._max_tokens, len(plan.prompt), self.llm.runner.max_model_len)
+        text, thought, timings, reason = "", "", None, None
+        reader, replies = ChatReader(plan), cast("Generator[Delta]", self.llm.stream(plan.prompt, params))
         # Closing the stream frees the blocks of a stopped reply.
         with self.interrupt.at_second(), closing(replies) as stream:
             for delta in stream:
-                text += delta.text
+                piece = reader.read(delta)
+                if piece.reasoning:
+                    screen.stream(piece.reasoning, style="dim")
+                if piece.text and thought and not text:
+                    screen.stream("\n\n")
+                text, thought = text + piece.text, thought + piece.reasoning
                 timings, reason = delta.timings, delta.finish_reason
-                screen.stream(delta.text)
+                screen.stream(piece.text)
                 if self.interrupt.seen and reason is None:
+                    rest = reader.end()
+                    text, thought = text + rest.text, thought + rest.reasoning
                     break
-        return text, timings, reason
+        message = {"role": "assistant", "content": text}
+        return {**message, "reasoning_content": thought} if thought else message, timings, reason
 
 
 def _answer_messages(conversation: Conversation, screen: Screen, *, terminal: bool) -> None:
@@ -160,8 +187,12 @@ def _command(words: str, conversation: Conversation, screen: Screen) -> bool:
     Raises:
         UsageError: there is no such command.
     """
+    name, _, rest = words.partition(" ")
     if words == "/exit":
         return False
+    if name == "/think":
+        screen.print_remark(conversation.set_thinking(rest.strip()))
+        return True
     if words == "/reset":
         conversation.reset()
         screen.print_remark("the conversation begins anew")

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from inferplane.engine.clients.async_chat import stream_reply
+from inferplane.engine.clients.chat import stream_reply
 from inferplane.engine.clients.client import EngineClient, Health, ModelInfo, Question, RequestId, Submission
 from inferplane.engine.clients.embedding import check_dimensions, embedding_params, finish_embedding
 from inferplane.engine.clients.streams import OnPiece, Streams

@@ -6,11 +6,19 @@ import atexit
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 
-from inferplane.dialogue.messages import normalize_messages
+from inferplane.engine.clients.chat import (
+    ChatDelta,
+    ChatModel,
+    ChatOptions,
+    ChatPlan,
+    ChatReader,
+    ChatResult,
+    are_conversations,
+)
 from inferplane.engine.clients.embedding import check_dimensions, embedding_params, finish_embedding
 from inferplane.engine.clients.engine_lock import EngineLock
 from inferplane.engine.clients.inputs import InputProcessor
@@ -194,28 +202,53 @@ class LLM:
         finally:
             self._lock.abandon(request)
 
-    @check_keywords
-    def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Result:
+    @overload
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **options: Any
+    ) -> ChatResult: ...
+
+    @overload
+    def chat(
+        self, messages: Sequence[Sequence[Mapping[str, Any]]], params: SamplingParams | None = None, **options: Any
+    ) -> list[ChatResult]: ...
+
+    def chat(
+        self, messages: Sequence[Any], params: SamplingParams | None = None, **options: Any
+    ) -> ChatResult | list[ChatResult]:
         """The model's reply to a conversation, which the checkpoint's own chat template turns into a prompt. Waits for
         the end.
 
         Args:
             messages: `{"role": ..., "content": ...}`, oldest first, in the forms that the server takes
                 (`inferplane.dialogue.messages`): content is text or a list of text parts; `tool_calls` may be there.
+                Or a list of such conversations, whose results are a list in their order.
             params: how to sample.
+            options: the fields of `ChatOptions`, by keyword.
 
         Raises:
             UsageError: no chat template, or it refuses the messages, or these are not valid. Otherwise as `generate`.
         """
-        prompt = self.tokenizer.chat(normalize_messages(messages))
-        return self.generate([prompt], arguments.as_sampling_params(params))[0]
+        several = are_conversations(messages)
+        plans = [self.plan_chat(one, params, **options) for one in (messages if several else [messages])]
+        results = self.generate([plan.prompt for plan in plans], [plan.params for plan in plans])
+        found = [plan.finish(result) for plan, result in zip(plans, results)]
+        return found if several else found[0]
 
-    @check_keywords
     def stream_chat(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None
-    ) -> Iterator[Delta]:
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **options: Any
+    ) -> Iterator[ChatDelta]:
         """The reply to a conversation, as of `chat`, but as an iterator of pieces as of `stream`."""
-        return self.stream(self.tokenizer.chat(normalize_messages(messages)), arguments.as_sampling_params(params))
+        plan = self.plan_chat(messages, params, **options)
+        reader, pieces = ChatReader(plan), self.stream(plan.prompt, plan.params)
+        return map(reader.read, pieces)
+
+    def plan_chat(self, messages: Any, params: SamplingParams | None = None, **options: Any) -> ChatPlan:
+        """The prompt and the parameters of a conversation, of which `generate` and `stream` make a reply; arguments and
+        errors as of `chat`.
+        """
+        model_type = str(self.files.config.get("model_type") or "")
+        model = ChatModel(self.tokenizer, model_type, host().reply_forms())
+        return model.plan(messages, params, ChatOptions.of("LLM.chat", options))
 
     @check_keywords
     def logits(self, prompts: Sequence[Sequence[int]], *, chunk_tokens: int | None = None) -> list[torch.Tensor]:

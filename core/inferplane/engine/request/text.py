@@ -80,6 +80,7 @@ class Tokenizer:
             ) from error
         self._inner.model_max_length = sys.maxsize  # admission says what is too long; transformers would warn on stderr
         self.folder, self.max_tokens = folder, max_tokens
+        self._other_template: Template | None = None  # the last one that a caller brought
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a text; with `special`, the special tokens that the model expects are put around it.
@@ -154,11 +155,23 @@ class Tokenizer:
             UsageError: the checkpoint has no chat template, or the template refuses the messages.
             CapacityError: as `encode`.
         """
+        return self.encode(self.template().render(messages), special=False)
+
+    def template(self, source: str | None = None) -> Template:
+        """The checkpoint's chat template, or another one by its source.
+
+        Raises:
+            UsageError: the checkpoint has no chat template.
+        """
+        if source is not None:
+            if self._other_template is None or self._other_template.source != source:
+                self._other_template = Template(source, dict(self._inner.special_tokens_map))
+            return self._other_template
         if self._template is None:
             raise UsageError(
                 f"{self.folder} has no chat template.", remedy="use generate with a prompt that you format yourself"
             )
-        return self.encode(self._template.render(messages), special=False)
+        return self._template
 
     @cached_property
     def _template(self) -> Template | None:

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from inferplane.dialogue.replies.catalog import choose_form
 from inferplane.dialogue.replies.forms import ReplyForm
+from inferplane.dialogue.replies.opening import is_reasoning_open, is_reasoning_over
+from inferplane.dialogue.tools import describe_tools
 from inferplane.serving.admission import GenerateCall
 from inferplane.serving.chat.reply import ReplyPlan
 from inferplane.serving.chat.request import ChatRequest, Tool
-from inferplane.serving.chat.thinking import is_reasoning_open, is_reasoning_over, make_span
-from inferplane.serving.chat.tools import ToolPlan, describe_tools, list_shown_tools
+from inferplane.serving.chat.thinking import make_span
+from inferplane.serving.chat.tools import ToolPlan, list_shown_tools
 from inferplane.serving.chat_template.fields import TemplateVariables, list_unread_keys
 from inferplane.serving.chat_template.template import ChatTemplate, render_conversation
 from inferplane.serving.constraints import fields as constraints

@@ -9,8 +9,9 @@ from typing import Any
 from inferplane.dialogue.replies.events import Arguments, CallStart, Content, Event, Reasoning
 from inferplane.dialogue.replies.forms import ReplyForm
 from inferplane.dialogue.replies.parser import ReplyParser
+from inferplane.dialogue.tools import make_call_id
 from inferplane.serving.chat.custom_input import InputReader
-from inferplane.serving.chat.tools import ToolPlan, new_call_id
+from inferplane.serving.chat.tools import ToolPlan
 
 REASONING = ("reasoning_content", "reasoning")
 """The names of a thought: DeepSeek's and vLLM's older one, and OpenRouter's and vLLM's present one."""
@@ -115,9 +116,7 @@ class ReplyReader:
     def _new_id(self, event: CallStart) -> str:
         """Return an id in the model's own form if that is made of name and number, else letters and digits."""
         form = self._plan.form.tools[0].id_form if self._plan.form.tools else ""
-        if not form or "{id}" in form:
-            return new_call_id()
-        return form.format(name=event.name, index=self._plan.num_earlier_calls + event.index)
+        return make_call_id(form, event.name, self._plan.num_earlier_calls + event.index)
 
     def _piece(self, index: int, kind: str, text: str) -> Iterator[dict[str, Any]]:
         if text:

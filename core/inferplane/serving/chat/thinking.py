@@ -10,12 +10,12 @@ Output", https://docs.anthropic.com "Extended thinking".
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
-from inferplane.dialogue.replies.forms import ReasoningForm, ReplyForm
+from inferplane.dialogue.replies.forms import ReplyForm
+from inferplane.engine.clients import chat
 from inferplane.engine.request.fields import ReasoningSpan
 from inferplane.serving.chat_template.fields import TemplateFields, Thinking
 from inferplane.serving.errors import invalid
@@ -63,45 +63,8 @@ def make_span(
     Raises:
         ApiError: 400, there is a budget, and no form of thoughts.
     """
-    reasoning, (most, name) = form.reasoning, budget
-    if reasoning is None:
-        if most is not None:
-            message = f"{name}: This model is not known to think; the server's setting reasoning_parser names a form."
-            raise invalid(message, name, "unsupported")
-        return None
-    end_marks, begin_marks = reasoning.end_marks, reasoning.begin_marks
-    if form.uses_channels and is_constrained:  # the answer is in a message of its own, after others
-        end_marks, begin_marks, is_open = _answer_headers(reasoning), (), True
-    return ReasoningSpan(
-        end=end_marks, begin=begin_marks, is_open=is_open, max_tokens=most, forced_end=reasoning.forced_end
-    )
-
-
-def _answer_headers(reasoning: ReasoningForm) -> tuple[str, ...]:
-    """The beginnings of gpt-oss's answer, with and without the type of its content."""
-    begin = "<|channel|>" + reasoning.answer_begin.rpartition("<|channel|>")[2]
-    return begin, begin.replace("<|message|>", " <|constrain|>json<|message|>")
-
-
-def is_reasoning_over(form: ReplyForm, prompt: str) -> bool:
-    """Return whether a rendered conversation has begun the reply with a whole thought, as one that is turned off."""
-    text = prompt.rstrip()
-    return form.reasoning is not None and any(text.endswith(mark.strip()) for mark in form.reasoning.end_marks)
-
-
-def is_reasoning_open(form: ReplyForm, prompt: str, messages: Sequence[Mapping[str, Any]], continues: bool) -> bool:
-    """Return whether the reply begins inside of a thought.
-
-    Args:
-        form: how the model writes.
-        prompt: the rendered conversation.
-        messages: of the conversation.
-        continues: the reply continues the last message, which may be a thought.
-    """
-    if form.reasoning is None:
-        return False
-    if not continues:
-        return form.reasoning.is_open_after(prompt)
-    last = str(messages[-1].get("content") or "")
-    begin = max(last.rfind(mark) for mark in form.reasoning.begin_marks)
-    return begin >= 0 and begin > max(last.rfind(mark) for mark in form.reasoning.end_marks)
+    most, name = budget
+    if form.reasoning is None and most is not None:
+        message = f"{name}: This model is not known to think; the server's setting reasoning_parser names a form."
+        raise invalid(message, name, "unsupported")
+    return chat.make_span(form, is_open, most, is_constrained)

@@ -6,8 +6,6 @@ https://platform.openai.com/docs/guides/function-calling, "Custom tools" and "St
 
 from __future__ import annotations
 
-import json
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -179,14 +177,3 @@ def _rebase_refs(schema: Any, to: str) -> Any:
         else:
             out[key] = value if key in DATA else _rebase_refs(value, to)
     return out
-
-
-def new_call_id() -> str:
-    """Return an id for a call: nine letters and digits, as Mistral's templates demand when the call comes back."""
-    return uuid.uuid4().hex[:9]
-
-
-def describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Describe tools in text, for models whose chat template does not support tools."""
-    listed = "\n".join(json.dumps(t["function"], ensure_ascii=False) for t in tools)
-    return 'To call one of these functions, answer with JSON alone: {"name": <its name>, "arguments": {...}}\n' + listed

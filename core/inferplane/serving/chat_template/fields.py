@@ -11,18 +11,15 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from inferplane.dialogue.messages import KEYS
-from inferplane.dialogue.template import Template
+from inferplane.dialogue.continuation import mark_last, truncate_at_mark
+from inferplane.dialogue.messages import KEYS, MessageError
+from inferplane.dialogue.template import RESERVED, SWITCHES, Template
 from inferplane.serving.chat_template.sources import MAX_CHARACTERS
 from inferplane.serving.errors import ApiError, invalid
 from inferplane.serving.request_fields import MAX_UNKNOWN
 from inferplane.serving.wire import MAX_TOKENS, AtMost, RequestBody, RequestObject
 
 MAX_VARIABLES, MAX_DOCUMENTS = 64, 1024
-SWITCHES = ("enable_thinking", "thinking")
-"""Variables by which templates turn the thought on and off; a template reads one of them."""
-RESERVED = ("messages", "tools", "chat_template", "tokenize", "add_generation_prompt", "continue_final_message")
-"""Variables and options that have fields of their own, or that a request cannot set."""
 
 
 class TemplateVariables(NamedTuple):
@@ -40,24 +37,17 @@ class TemplateVariables(NamedTuple):
 
     def mark_last(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Return the messages, the last one with the mark behind its text; raise ApiError 400 if it has no text."""
-        if not self.mark:
-            return messages
-        last = messages[-1]
-        if not isinstance(last.get("content"), str) or last.get("tool_calls"):
-            raise invalid("The last message has no text to continue.", "continue_final_message")
-        return [*messages[:-1], {**last, "content": f"{last['content']}{self.mark} "}]
+        try:
+            return mark_last(messages, self.mark)
+        except MessageError as error:
+            raise invalid(error.what, error.param) from error
 
     def truncate_at_mark(self, text: str) -> str:
-        """Return a rendered conversation up to the mark, without it; raise ApiError 400 if the template left it out.
-
-        A template that removes the space behind the mark would have removed spaces at the end of the message.
-        """
-        if not self.mark:
-            return text
-        before, mark, after = text.rpartition(self.mark)
-        if not mark:
-            raise invalid("The chat template does not show the last message.", "continue_final_message")
-        return before if after.startswith(" ") else before.rstrip()
+        """Return a rendered conversation up to the mark, without it; raise ApiError 400 if the template left it out."""
+        try:
+            return truncate_at_mark(text, self.mark)
+        except MessageError as error:
+            raise invalid(error.what, error.param) from error
 
 
 class Thinking(RequestObject):

@@ -1,0 +1,32 @@
+"""Tools of a conversation, as chat templates and models get them."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def new_call_id() -> str:
+    """Return an id for a call: nine letters and digits, as Mistral's templates demand when the call comes back."""
+    return uuid.uuid4().hex[:9]
+
+
+def make_call_id(id_form: str, name: str, index: int) -> str:
+    """Return an id for a call whose text has none: in the model's own form, if that is made of name and number.
+
+    Args:
+        id_form: of the model's `ToolForm`; "": there is none.
+        name: of the function.
+        index: number of the call in its conversation.
+    """
+    if not id_form or "{id}" in id_form:
+        return new_call_id()
+    return id_form.format(name=name, index=index)
+
+
+def describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Describe tools in text, for models whose chat template does not support tools."""
+    listed = "\n".join(json.dumps(t["function"], ensure_ascii=False) for t in tools)
+    return 'To call one of these functions, answer with JSON alone: {"name": <its name>, "arguments": {...}}\n' + listed

@@ -1,0 +1,348 @@
+"""Conversations: from messages to a prompt and its parameters, and from a text to a thought, an answer and calls."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, fields, replace
+from reprlib import repr as short
+from typing import Any
+
+import msgspec
+
+from inferplane.dialogue.continuation import mark_last, truncate_at_mark
+from inferplane.dialogue.messages import normalize_messages
+from inferplane.dialogue.replies.catalog import FORMS, find_form
+from inferplane.dialogue.replies.events import Arguments, CallStart, Event, Reasoning
+from inferplane.dialogue.replies.forms import ReasoningForm, ReplyForm
+from inferplane.dialogue.replies.opening import is_reasoning_open, is_reasoning_over
+from inferplane.dialogue.replies.parser import ReplyParser
+from inferplane.dialogue.template import RESERVED, SWITCHES, Template
+from inferplane.dialogue.tools import make_call_id
+from inferplane.engine.request.arguments import as_bool, as_integer, as_sampling_params
+from inferplane.engine.request.fields import MAX_COUNT, ReasoningSpan
+from inferplane.engine.request.params import SamplingParams, unknown_keyword
+from inferplane.engine.request.results import Delta, Result
+from inferplane.engine.request.text import Tokenizer
+from inferplane.errors import UsageError
+
+TOOL_CHOICES = ("auto", "none")
+_TOOL_FORM = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """How a conversation becomes a prompt, and which parts of the reply are separated.
+
+    Args:
+        tools: functions that the model may call, in OpenAI's form.
+        tool_choice: "auto": the reply may have calls; "none": it has none, and the model is shown no tools.
+        chat_template: a Jinja template in place of the checkpoint's.
+        chat_template_kwargs: further variables for the template.
+        continue_final_message: continue the last message in place of a new reply.
+        thinking: whether the model thinks, by the variable of its template that says so; None: as the template has it.
+        thinking_token_budget: most tokens of the thought, which is then ended. None: any number.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    tool_choice: str = "auto"
+    chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    continue_final_message: bool = False
+    thinking: bool | None = None
+    thinking_token_budget: int | None = None
+
+    def __post_init__(self) -> None:
+        as_bool("continue_final_message", self.continue_final_message)
+        if self.thinking is not None:
+            as_bool("thinking", self.thinking)
+        if self.thinking_token_budget is not None:
+            as_integer("thinking_token_budget", self.thinking_token_budget, 0, MAX_COUNT)
+        if self.tool_choice not in TOOL_CHOICES:
+            raise UsageError(
+                f"tool_choice = {short(self.tool_choice)}.",
+                there_is=", ".join(map(repr, TOOL_CHOICES)),
+                remedy="to force a call, constrain the text by json_schema, or use the server",
+            )
+        for name in self.chat_template_kwargs or {}:
+            if name in RESERVED:
+                raise UsageError(f"chat_template_kwargs cannot set {name}.", remedy="see ChatOptions for what can")
+
+    @classmethod
+    def of(cls, call: str, options: Mapping[str, Any]) -> ChatOptions:
+        """Options from the keyword arguments of a call by its name; UsageError for one that is none."""
+        known = [field.name for field in fields(cls)]
+        for name, value in options.items():
+            if name not in known:
+                raise unknown_keyword(call, name, value, ["messages", "params", *known])
+        return cls(**options)
+
+
+class ChatDelta(Delta, frozen=True, array_like=True):
+    """A piece of a reply: `text` is of the answer alone, `reasoning` of the thought. `tool_calls` are pieces of calls
+    in the form of OpenAI's streams: the first of a call has its id and the name, all have its index and a piece of its
+    arguments.
+    """
+
+    reasoning: str = ""
+    tool_calls: list[dict[str, Any]] = msgspec.field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ChatResult(Result):
+    """What `chat` returns for one conversation: a `Result` whose text is the answer alone.
+
+    Args:
+        reasoning: the thought before the answer.
+        tool_calls: calls in OpenAI's form: `{"id": ..., "type": "function", "function": {"name": ..., "arguments":
+            "{...}"}}`.
+    """
+
+    reasoning: str = ""
+    tool_calls: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The reply as a message, to be added to the conversation."""
+        found: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            found["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            found["tool_calls"] = list(self.tool_calls)
+        return found
+
+
+@dataclass(frozen=True)
+class ChatPlan:
+    """A conversation, ready to be generated from.
+
+    Args:
+        prompt: token ids.
+        params: how to sample.
+        form: how the model writes thoughts and calls.
+        tools: name -> JSON schema of the parameters, of the functions that may be called.
+        reasoning_is_open: the prompt has begun the thought.
+        num_earlier_calls: calls in the conversation.
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    form: ReplyForm
+    tools: Mapping[str, Mapping[str, Any]]
+    reasoning_is_open: bool = False
+    num_earlier_calls: int = 0
+
+    def finish(self, result: Result) -> ChatResult:
+        """The result of the conversation from that of its prompt."""
+        reader = ChatReader(self)
+        parts = [reader.feed(result.text), reader.end()]
+        calls: dict[int, dict[str, Any]] = {}
+        for piece in (call for part in parts for call in part.tool_calls):
+            call = calls.setdefault(piece["index"], {"id": "", "type": "function", "function": {"arguments": ""}})
+            call["id"] = piece.get("id") or call["id"]
+            function = piece["function"]
+            call["function"] = {
+                "name": function.get("name") or call["function"].get("name"),
+                "arguments": call["function"]["arguments"] + function["arguments"],
+            }
+        given = {field.name: getattr(result, field.name) for field in fields(Result)}
+        given["text"] = "".join(part.text for part in parts)
+        if len(result.samples) > 1:
+            given["samples"] = tuple(self.finish(replace(sample, samples=())) for sample in result.samples)
+        reasoning = "".join(part.reasoning for part in parts)
+        return ChatResult(**given, reasoning=reasoning, tool_calls=tuple(calls[i] for i in sorted(calls)))
+
+
+class ChatReader:
+    """Tells the parts of one reply apart, as it comes.
+
+    Args:
+        plan: of its conversation.
+    """
+
+    def __init__(self, plan: ChatPlan) -> None:
+        self._plan = plan
+        has_parts = plan.form.reasoning is not None or plan.tools or plan.form.uses_channels
+        mode: Any = "auto" if plan.tools else "none"
+        options = {"reasoning_is_open": plan.reasoning_is_open, "mode": mode}
+        self._parser = ReplyParser(plan.form, plan.tools, **options) if has_parts else None
+
+    def feed(self, text: str) -> ChatDelta:
+        """Add text; returns the parts that are certain, as a piece without tokens."""
+        return ChatDelta(text, []) if self._parser is None else self._join(self._parser.feed(text))
+
+    def end(self) -> ChatDelta:
+        """End the reply; returns the remaining parts."""
+        return ChatDelta("", []) if self._parser is None else self._join(self._parser.end())
+
+    def read(self, piece: Delta) -> ChatDelta:
+        """A piece of the stream, with its text separated; the last one has all that remains."""
+        found = self.feed(piece.text)
+        given = {name: getattr(piece, name) for name in Delta.__struct_fields__}
+        given.update(text=found.text, reasoning=found.reasoning, tool_calls=found.tool_calls)
+        if piece.finish_reason is not None:
+            rest = self.end()
+            given["text"] += rest.text
+            given["reasoning"] += rest.reasoning
+            given["tool_calls"] = [*found.tool_calls, *rest.tool_calls]
+        return ChatDelta(**given)
+
+    def _join(self, events: Sequence[Event]) -> ChatDelta:
+        text, reasoning, calls = "", "", list[dict[str, Any]]()
+        for event in events:
+            if isinstance(event, Reasoning):
+                reasoning += event.text
+            elif isinstance(event, CallStart):
+                own = event.id or self._make_id(event)
+                function = {"name": event.name, "arguments": ""}
+                calls.append({"index": event.index, "id": own, "type": "function", "function": function})
+            elif isinstance(event, Arguments):
+                calls.append({"index": event.index, "function": {"arguments": event.text}})
+            else:
+                text += event.text
+        return ChatDelta(text, [], reasoning=reasoning, tool_calls=calls)
+
+    def _make_id(self, event: CallStart) -> str:
+        form = self._plan.form.tools[0].id_form if self._plan.form.tools else ""
+        return make_call_id(form, event.name, self._plan.num_earlier_calls + event.index)
+
+
+@dataclass(frozen=True)
+class ChatModel:
+    """What a conversation needs of a model.
+
+    Args:
+        tokenizer: its tokenizer, with the chat template.
+        model_type: of its config.
+        forms: forms of replies that plugins have registered.
+    """
+
+    tokenizer: Tokenizer
+    model_type: str = ""
+    forms: Sequence[ReplyForm] = ()
+
+    def plan(self, messages: Any, params: Any, options: ChatOptions) -> ChatPlan:
+        """The prompt and the parameters of a conversation.
+
+        Raises:
+            UsageError: there is no chat template, or it refuses the messages, or these are not valid; an option has no
+                effect on this model.
+        """
+        params = as_sampling_params(params)
+        conversation = normalize_messages(messages)
+        template = self.tokenizer.template(options.chat_template)
+        form = find_form(template.all_sources, self.model_type, (*self.forms, *FORMS))
+        shown = list(options.tools or ()) if options.tool_choice != "none" else []
+        tools = _read_tools(shown)
+        mark = uuid.uuid4().hex if options.continue_final_message else ""
+        text = template.render(mark_last(conversation, mark), shown, _variables(template, options))
+        text = truncate_at_mark(text, mark)
+        is_open = is_reasoning_open(form, text, conversation, bool(mark))
+        if not (params.needs_grammar and is_reasoning_over(form, text)) and params.reasoning is None:
+            span = make_span(form, is_open, options.thinking_token_budget, bool(params.constraint))
+            params = replace(params, reasoning=span)
+        if options.thinking_token_budget is not None and form.reasoning is None:
+            raise UsageError(
+                f"thinking_token_budget = {options.thinking_token_budget}: this model is not known to think.",
+                there_is=f"a chat template without the marks of a thought; replies are read as {form.name!r}",
+                remedy="pass SamplingParams(reasoning=...) with the marks that it writes",
+            )
+        visible = form.visible_tokens if tools or form.uses_channels else _marks_of(form)
+        params = replace(params, visible_tokens=tuple(dict.fromkeys((*params.visible_tokens, *visible))))
+        num_calls = sum(len(message.get("tool_calls") or ()) for message in conversation)
+        ids = self.tokenizer.encode(text, special=False)
+        return ChatPlan(ids, params, form, tools, is_open, num_calls)
+
+
+def make_span(
+    form: ReplyForm, is_open: bool, max_tokens: int | None = None, is_constrained: bool = False
+) -> ReasoningSpan | None:
+    """The marks of a model's thought for the engine; None if it is not known to think.
+
+    Args:
+        form: how the model writes.
+        is_open: the prompt has begun the thought.
+        max_tokens: most tokens of it; None: any number.
+        is_constrained: a constraint follows the thought.
+    """
+    reasoning = form.reasoning
+    if reasoning is None:
+        return None
+    end_marks, begin_marks = reasoning.end_marks, reasoning.begin_marks
+    if form.uses_channels and is_constrained:  # the answer is in a message of its own, after others
+        end_marks, begin_marks, is_open = _answer_headers(reasoning), (), True
+    return ReasoningSpan(
+        end=end_marks, begin=begin_marks, is_open=is_open, max_tokens=max_tokens, forced_end=reasoning.forced_end
+    )
+
+
+def _answer_headers(reasoning: ReasoningForm) -> tuple[str, ...]:
+    """The beginnings of gpt-oss's answer, with and without the type of its content."""
+    begin = "<|channel|>" + reasoning.answer_begin.rpartition("<|channel|>")[2]
+    return begin, begin.replace("<|message|>", " <|constrain|>json<|message|>")
+
+
+def _marks_of(form: ReplyForm) -> tuple[str, ...]:
+    return (*form.reasoning.marks, *form.more_tokens) if form.reasoning is not None else form.more_tokens
+
+
+def _read_tools(tools: Sequence[Any]) -> dict[str, Mapping[str, Any]]:
+    """Name -> JSON schema of the parameters; UsageError for what is no function in OpenAI's form."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for i, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
+            raise UsageError(f"tools[{i}] = {short(tool)}.", there_is=f"functions as {_TOOL_FORM}")
+        schema = function.get("parameters")
+        if schema is not None and not isinstance(schema, Mapping):
+            raise UsageError(f"tools[{i}].function.parameters = {short(schema)}.", there_is="JSON schemas as mappings")
+        found[name] = schema or {}
+    return found
+
+
+def _variables(template: Template, options: ChatOptions) -> dict[str, Any]:
+    """The template's variables; UsageError if it cannot turn the thought on or off."""
+    variables: dict[str, Any] = {"add_generation_prompt": not options.continue_final_message}
+    if options.thinking is not None:
+        switches = [name for name in SWITCHES if template.reads_variable(name)]
+        if not switches:
+            what = f"thinking = {options.thinking}: the model's chat template does not read it."
+            raise UsageError(what, remedy="leave it out, or limit the thought by thinking_token_budget")
+        variables.update(dict.fromkeys(switches, options.thinking))
+    return {**variables, **(options.chat_template_kwargs or {})}
+
+
+def are_conversations(messages: Any) -> bool:
+    """Whether messages are a list of conversations, and not one."""
+    return isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], (list, tuple))
+
+
+async def stream_reply(
+    llm: Any, messages: Any, params: SamplingParams | None = None, request_id: Any = None, **options: Any
+) -> AsyncIterator[ChatDelta]:
+    """The reply to a conversation, which the checkpoint's own chat template turns into a prompt.
+
+    Args:
+        llm: the `AsyncLLM`.
+        messages: as for `LLM.chat`.
+        params: how to sample.
+        request_id: for `abort`; unique among live requests. None: one of its own.
+        options: those of `LLM.chat`, and the other arguments of `AsyncLLM.generate`.
+
+    Raises:
+        UsageError: no chat template, or it refuses the messages, or these are not valid. Otherwise as `generate`.
+    """
+    own = {field.name: options.pop(field.name) for field in fields(ChatOptions) if field.name in options}
+    chosen, info = ChatOptions.of("AsyncLLM.chat", own), llm.info
+
+    def make_plan() -> ChatPlan:
+        return ChatModel(llm.tokenizer, info.model_type, info.reply_forms).plan(messages, params, chosen)
+
+    plan = await asyncio.to_thread(make_plan)
+    reader = ChatReader(plan)
+    async with aclosing(llm.generate(plan.prompt, plan.params, request_id, **options)) as pieces:
+        async for piece in pieces:
+            yield reader.read(piece)

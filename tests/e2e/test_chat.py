@@ -1,0 +1,161 @@
+"""Conversations in Python: thoughts apart from answers, limits of thoughts, several conversations, calls of tools."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from argparse import Namespace
+
+import pytest
+
+pytest.importorskip("llguidance", reason="not run: the extra `constrained` is not installed")
+
+from inferplane import AsyncLLM, SamplingParams
+from inferplane.cli.screen import Screen
+from inferplane.cli.signals import Interrupt
+from inferplane.cli.verbs.chat import Conversation
+from inferplane.engine.clients.chat import ChatReader
+from inferplane.engine.request.results import Delta, Result, Timings
+from inferplane.errors import UsageError
+from tests.e2e.test_reasoning import with_marks
+from tests.e2e.tiny_llm import opened, write
+
+TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}\n<tool_call></tool_call>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<bot>"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}"
+    "{% endif %}"
+)
+HELLO = [{"role": "user", "content": "Hello"}]
+PARAMS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("chat"), with_marks, chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with opened(folder) as made:
+        yield made
+
+
+def test_a_thought_with_a_limit_and_json_after_it(llm):
+    params = SamplingParams(max_tokens=30, temperature=0, json_schema={"enum": ["yes", 12]})
+    result = llm.chat(HELLO, params, thinking_token_budget=5)
+    thought = llm.tokenizer.decode(result.token_ids[:5])
+    assert result.reasoning == thought.strip("\n") and json.loads(result.text) in ("yes", 12)
+    assert result.reasoning_tokens == 5 + len(llm.tokenizer.encode("\n</think>\n\n", special=False))
+    assert result.message == {"role": "assistant", "content": result.text, "reasoning_content": result.reasoning}
+    pieces = list(llm.stream_chat(HELLO, params, thinking_token_budget=5))
+    assert "".join(p.reasoning for p in pieces) == result.reasoning
+    assert "".join(p.text for p in pieces) == result.text and pieces[-1].reasoning_tokens == result.reasoning_tokens
+
+
+def test_the_thought_is_turned_off_by_the_template(llm):
+    result = llm.chat(HELLO, SamplingParams(max_tokens=10, temperature=0, regex="[ab]{3}"), thinking=False)
+    assert llm.tokenizer._inner.decode(result.prompt_token_ids).endswith("<bot><think>\n\n</think>\n\n")
+    assert (result.reasoning, result.reasoning_tokens) == ("", 0) and len(result.text) == 3
+    same = llm.chat(HELLO, PARAMS, chat_template_kwargs={"enable_thinking": False})
+    assert same.prompt_token_ids == result.prompt_token_ids
+
+
+def test_several_conversations_are_one_batch(llm):
+    others = [HELLO, [{"role": "user", "content": [{"type": "text", "text": "x"}]}]]
+    found = llm.chat(others, PARAMS, thinking_token_budget=3)
+    assert [r.token_ids for r in found] == [llm.chat(o, PARAMS, thinking_token_budget=3).token_ids for o in others]
+    sampled = llm.chat(HELLO, SamplingParams(max_tokens=9, n=2, seed=1, ignore_eos=True), thinking_token_budget=3)
+    assert len(sampled.samples) == 2 and all(sample.reasoning for sample in sampled.samples)
+
+
+def test_a_message_is_continued(llm):
+    begun = [*HELLO, {"role": "assistant", "content": "Once upon "}]
+    plan = llm.plan_chat(begun, PARAMS, continue_final_message=True)
+    assert llm.tokenizer._inner.decode(plan.prompt).endswith("<assistant>Once upon ") and not plan.reasoning_is_open
+
+
+def test_another_template(llm):
+    result = llm.chat(HELLO, PARAMS, chat_template="{{ messages[0].content }}!")
+    assert result.prompt_token_ids == llm.tokenizer.encode("Hello!", special=False)
+    assert result.text == llm.tokenizer.decode(result.token_ids) and not result.reasoning
+
+
+def test_calls_of_tools(llm):
+    """What a model may write, told apart whole and in pieces of any size."""
+    plan = llm.plan_chat(HELLO, PARAMS, tools=[TOOL])
+    prompt = llm.tokenizer._inner.decode(plan.prompt)
+    assert prompt.startswith('<tools>[{"type": "function"') and plan.reasoning_is_open
+    text = f"I add <tool_call>.\n</think>\n\nWell.\n{CALL}\n{CALL}"
+    result = plan.finish(Result(text, [], "stop", Timings(0, 0, 0, 0, 0), []))
+    assert (result.reasoning, result.text.strip()) == ("I add <tool_call>.", "Well.")
+    assert [json.loads(c["function"]["arguments"]) for c in result.tool_calls] == [{"a": 1, "b": [2]}] * 2
+    assert all(c["type"] == "function" and c["function"]["name"] == "add" and c["id"] for c in result.tool_calls)
+    for size in (1, 3, 7):
+        reader, pieces = ChatReader(plan), []
+        cuts = [text[i : i + size] for i in range(0, len(text), size)]
+        for i, cut in enumerate(cuts):
+            pieces.append(reader.read(Delta(cut, [i], "stop" if i == len(cuts) - 1 else None)))
+        assert "".join(p.reasoning for p in pieces) == result.reasoning
+        assert "".join(p.text for p in pieces) == result.text
+        calls = [c for p in pieces for c in p.tool_calls]
+        for index in (0, 1):
+            joined = "".join(c["function"]["arguments"] for c in calls if c["index"] == index)
+            assert joined == result.tool_calls[index]["function"]["arguments"]
+        assert [c["function"]["name"] for c in calls if "id" in c] == ["add", "add"]
+    again = llm.plan_chat([*HELLO, result.message, {"role": "tool", "content": "3"}], PARAMS, tools=[TOOL])
+    assert again.num_earlier_calls == 2 and '"name": "add"' in llm.tokenizer._inner.decode(again.prompt)
+    hidden = llm.plan_chat(HELLO, PARAMS, tools=[TOOL], tool_choice="none")
+    assert hidden.prompt == llm.plan_chat(HELLO, PARAMS).prompt and not hidden.tools
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"thinking": "yes"}, "thinking = 'yes'"),
+        ({"thinking_token_budget": -1}, "thinking_token_budget = -1"),
+        ({"tool_choice": "required"}, "tool_choice = 'required'"),
+        ({"tools": [{"name": "add"}]}, r"tools\[0\] = "),
+        ({"chat_template_kwargs": {"messages": []}}, "cannot set messages"),
+        ({"tool": [TOOL]}, "LLM.chat takes no tool"),
+        ({"max_tokens": 3}, "LLM.chat takes no max_tokens"),
+        ({"chat_template": "{{ messages[0].content }}", "thinking": True}, "does not read it"),
+        ({"chat_template": "{{ messages[0].content }}", "thinking_token_budget": 3}, "not known to think"),
+    ],
+)
+def test_options_that_cannot_be(llm, options, says):
+    with pytest.raises(UsageError, match=says) as caught:
+        llm.chat(HELLO, PARAMS, **options)
+    assert caught.value.there_is or caught.value.remedy
+
+
+def test_async_chat_tells_parts_apart(folder, llm):
+    async def go():
+        async with AsyncLLM(folder, device="cpu", dtype="float32", max_num_seqs=4) as served:
+            return [piece async for piece in served.chat(HELLO, PARAMS, thinking_token_budget=6, priority=1)]
+
+    pieces, expected = asyncio.run(go()), llm.chat(HELLO, PARAMS, thinking_token_budget=6)
+    assert "".join(p.reasoning for p in pieces) == expected.reasoning
+    assert "".join(p.text for p in pieces) == expected.text
+
+
+def test_the_command_line_thinks_as_it_is_set(llm, capsys):
+    args = Namespace(max_tokens=20, seed=1, system=None)
+    chat = Conversation(llm, PARAMS, args, Interrupt(patient=False))
+    assert chat.set_thinking("5") == "the model thinks for at most 5 tokens"
+    chat.reply("Hello", Screen())
+    said = chat.messages[-1]
+    assert said["reasoning_content"] and said["content"] and len(chat.messages) == 2
+    out = capsys.readouterr().out
+    assert said["reasoning_content"] in out and said["content"] in out and "</think>" not in out
+    assert chat.set_thinking("off") == "thinking is off"
+    chat.reply("x", Screen())
+    assert "reasoning_content" not in chat.messages[-1]
+    for words in ("", "much", "-3"):
+        with pytest.raises(UsageError, match="on, off, or a number"):
+            chat.set_thinking(words)
+    assert chat.thinking == {"thinking": False}
