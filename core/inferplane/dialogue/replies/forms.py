@@ -92,6 +92,7 @@ class ToolForm:
         value_begin, value_end: of "parameters": marks around a value; white space before `value_begin` is none of it.
         value_padding: one of these characters may stand at both sides of a value and is none of it.
         name_keys, argument_keys, id_keys: of "json": keys of the object; a call that is written has the first of each.
+        uses_list: of "json" and "python": the model writes all calls as one list, in brackets.
         separator: white space that a template writes between content and calls: it is no content.
         tokens: special tokens inside headers.
         template_marks: strings by which a chat template with this form is recognized: it has all of them.
@@ -113,6 +114,7 @@ class ToolForm:
     name_keys: tuple[str, ...] = ("name",)
     argument_keys: tuple[str, ...] = ("arguments", "parameters")
     id_keys: tuple[str, ...] = ("id",)
+    uses_list: bool = False
     separator: str = ""
     tokens: tuple[str, ...] = ()
     template_marks: tuple[str, ...] = ()

@@ -56,7 +56,7 @@ HARMONY_ANALYSIS = ReasoningForm(
 
 # ------------------------------------------------------------------ calls
 
-JSON_CALLS = ToolForm("json")
+JSON_CALLS = ToolForm("json", uses_list=True)
 """JSON without marks, at the beginning of an answer."""
 FENCED_CALLS = ToolForm("json", begin="```json", end="```", separator="\n")
 PLAIN_FENCED_CALLS = ToolForm("json", begin="```", end="```", separator="\n")
@@ -177,45 +177,50 @@ MISTRAL_CALLS = ToolForm(
     template_marks=("[TOOL_CALLS]", "[ARGS]"),
 )
 """Mistral's tokenizers from version 11 on. Source: https://huggingface.co/mistralai/Magistral-Small-2509."""
-MISTRAL_LIST_CALLS = ToolForm("json", begin="[TOOL_CALLS]", template_marks=("[TOOL_CALLS]",))
+MISTRAL_LIST_CALLS = ToolForm("json", begin="[TOOL_CALLS]", uses_list=True, template_marks=("[TOOL_CALLS]",))
 """Mistral's earlier tokenizers. Source: https://huggingface.co/mistralai/Mistral-7B-Instruct-v0.3."""
 LLAMA_CALLS = ToolForm("json", argument_keys=("parameters", "arguments"), template_marks=('"parameters": ',))
 """Llama 3.1 to 3.3. Source: https://huggingface.co/meta-llama/Llama-3.1-8B-Instruct."""
 LLAMA_TAG_CALLS = ToolForm("json", begin="<|python_tag|>", argument_keys=("parameters", "arguments"))
-PYTHON_CALLS = ToolForm("python", template_marks=("func_name1(",))
+PYTHON_CALLS = ToolForm("python", uses_list=True, template_marks=("func_name1(",))
 """Llama 3.2 and 4. Source: https://www.llama.com/docs/model-cards-and-prompt-formats/llama4."""
-PYTHON_TAG_CALLS = ToolForm("python", begin="<|python_start|>", end="<|python_end|>")
+PYTHON_TAG_CALLS = ToolForm("python", uses_list=True, begin="<|python_start|>", end="<|python_end|>")
 JSON_TAG_CALLS = ToolForm(
     "json", begin="<|python_start|>", end="<|python_end|>", argument_keys=("parameters", "arguments")
 )
 LFM_CALLS = ToolForm(
-    "python", begin="<|tool_call_start|>", end="<|tool_call_end|>", template_marks=("<|tool_list_start|>",)
+    "python",
+    uses_list=True,
+    begin="<|tool_call_start|>",
+    end="<|tool_call_end|>",
+    template_marks=("<|tool_list_start|>",),
 )
 """Source: https://huggingface.co/LiquidAI/LFM2-1.2B."""
 OLMO_CALLS = ToolForm(
     "python", begin="<function_calls>", end="</function_calls>", separator="\n", template_marks=("<function_calls>",)
 )
 """Source: https://huggingface.co/allenai/Olmo-3-7B-Instruct."""
-GRANITE_CALLS = ToolForm("json", begin="<|tool_call|>", template_marks=("<|tool_call|>",))
+GRANITE_CALLS = ToolForm("json", begin="<|tool_call|>", uses_list=True, template_marks=("<|tool_call|>",))
 """Granite 3. Source: https://huggingface.co/ibm-granite/granite-3.3-8b-instruct."""
 FUNCTION_CALLS = ToolForm("json", begin="<function_call>", template_marks=("<function_call>",))
 """Granite 20B. Source: https://huggingface.co/ibm-granite/granite-20b-functioncalling."""
-FUNCTOOLS_CALLS = ToolForm("json", begin="functools", template_marks=("functools[",))
+FUNCTOOLS_CALLS = ToolForm("json", begin="functools", uses_list=True, template_marks=("functools[",))
 """Phi-4-mini, as its card describes it."""
-PHI_CALLS = ToolForm("json", begin="<|tool_call|>", end="<|/tool_call|>", template_marks=("<|/tool|>",))
+PHI_CALLS = ToolForm("json", begin="<|tool_call|>", end="<|/tool_call|>", uses_list=True, template_marks=("<|/tool|>",))
 """Source: https://huggingface.co/microsoft/Phi-4-mini-instruct."""
 TOOL_CALLS_LIST = ToolForm(
-    "json", begin="<tool_calls>", end="</tool_calls>", separator="\n", template_marks=("<tool_calls>",)
+    "json", begin="<tool_calls>", end="</tool_calls>", uses_list=True, separator="\n", template_marks=("<tool_calls>",)
 )
 """Hunyuan, Jamba, MiniMax M1. Source: https://huggingface.co/tencent/Hunyuan-A13B-Instruct."""
 NEMOTRON_CALLS = ToolForm(
-    "json", begin="<TOOLCALL>", end="</TOOLCALL>", separator="\n\n", template_marks=("<TOOLCALL>",)
+    "json", begin="<TOOLCALL>", end="</TOOLCALL>", uses_list=True, separator="\n\n", template_marks=("<TOOLCALL>",)
 )
 """Nemotron Nano 2. Source: https://huggingface.co/nvidia/NVIDIA-Nemotron-Nano-9B-v2."""
 COMMAND_CALLS = ToolForm(
     "json",
     begin="<|START_ACTION|>",
     end="<|END_ACTION|>",
+    uses_list=True,
     name_keys=("tool_name",),
     argument_keys=("parameters",),
     id_keys=("tool_call_id",),
@@ -224,6 +229,9 @@ COMMAND_CALLS = ToolForm(
 """Command A and R7B. Source: https://docs.cohere.com/docs/command-a-hf."""
 HARMONY_CALLS = ToolForm(
     "harmony",
+    call_begin="<|channel|>commentary to=functions.",
+    call_end="<|call|>",
+    headers=("{name} <|constrain|>json<|message|>",),
     tokens=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
     template_marks=("<|channel|>", "commentary"),
 )

@@ -16,7 +16,7 @@ TOOLS: dict[str, dict[str, Any]] = {
         "properties": {
             "name": {"type": "string"},
             "limit": {"type": "integer"},
-            "near": {"type": ["array", "null"], "items": {"type": "number"}},
+            "near": {"type": ["array", "null"], "items": {"type": ["number", "null"]}},
             "options": {"$ref": "#/$defs/Options"},
         },
         "$defs": {"Options": {"type": "object"}},

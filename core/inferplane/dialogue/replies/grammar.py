@@ -1,0 +1,208 @@
+"""Grammars of calls in a model's own form, for calls that are demanded, and for those that have begun.
+
+They are in llguidance's dialect of Lark. Marks that are special tokens are written as these tokens, all else as text.
+Arguments that are JSON follow the schema; those between marks follow it in their types: JSON as the schema of the
+parameter says, texts freely. Parameters that stand one by one come in the order of the schema.
+
+Source: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from inferplane.dialogue.replies.calls import MAX_CALLS
+from inferplane.dialogue.replies.forms import ToolForm
+from inferplane.dialogue.replies.values import find_types, quote
+
+Tools = Mapping[str, Mapping[str, Any]]
+SPACE = r"/[ \t\n]{0,8}/"
+"""White space where a model may write some."""
+COMMA_CALL, LINE_CALL = 'ws "," ws call', r'"\n" call'
+HARMONY_START = "<|start|>assistant"
+"""What precedes a message after the first one."""
+
+
+def make_call_grammar(
+    form: ToolForm,
+    tools: Tools,
+    special_tokens: Mapping[str, int] | None = None,
+    *,
+    max_calls: int = MAX_CALLS,
+    is_triggered: bool = False,
+    json_options: Mapping[str, Any] | None = None,
+) -> str:
+    """Return the grammar of one or more calls, as Lark text.
+
+    Args:
+        form: how the calls are written.
+        tools: name -> JSON schema of the parameters, of the functions that may be called; at least one.
+        special_tokens: text -> id, of the tokenizer's special tokens.
+        max_calls: most calls between the marks around all of them; 1: one call.
+        is_triggered: the text begins behind `form.trigger`, and ends with the marks that belong to it.
+        json_options: options of llguidance for each schema, as its `x-guidance` has them.
+    """
+    writer = _GrammarWriter(form, special_tokens or {}, json_options)
+    calls = [writer.add_call(name, schema) for name, schema in tools.items()]
+    writer.rules["call"] = " | ".join(calls)
+    writer.rules["start"] = writer.join_calls(max_calls, is_triggered)
+    return "\n".join(f"{name}: {rule}" for name, rule in sorted(writer.rules.items(), key=lambda r: r[0] != "start"))
+
+
+class _GrammarWriter:
+    """Collects the rules of a grammar."""
+
+    def __init__(self, form: ToolForm, special_tokens: Mapping[str, int], options: Mapping[str, Any] | None) -> None:
+        self._form, self._special, self._options = form, special_tokens, options
+        names = sorted((name for name in special_tokens if name), key=len, reverse=True)
+        self._tokens = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        self.rules: dict[str, str] = {"ws": SPACE}
+
+    # -- all calls
+
+    def join_calls(self, most: int, is_triggered: bool) -> str:
+        """Return the rule of all calls."""
+        form = self._form
+        begin, end = self._text(form.begin), self._text(form.end)
+        if form.syntax in ("json", "python"):
+            further = self._repeat(COMMA_CALL if form.uses_list else LINE_CALL, most - 1)
+            calls = f'"[" ws call {further} ws "]"' if form.uses_list else "call"
+            if form.syntax == "python" and not form.uses_list:
+                calls = f"call {further}"
+            inner = f"ws {calls} ws {end}" if end else f"ws {calls}"
+            if form.uses_list or form.syntax == "python":
+                return inner if is_triggered else f"{begin} {inner}"
+            between = "ws" if begin else '"; "'
+            return inner if is_triggered else f"{begin} {inner} {self._repeat(f'{between} {begin} {inner}', most - 1)}"
+        call_begin = self._text(form.call_begin)
+        if form.syntax == "harmony":
+            return "call" if is_triggered else f"({self._text(HARMONY_START)})? {call_begin} call"
+        one = f"{call_begin} call"
+        if not begin:  # each call has a trigger of its own
+            return "call" if is_triggered else f"{one} {self._repeat(f'ws {one}', most - 1)}"
+        inner = f"ws {one} {self._repeat(f'ws {one}', most - 1)} ws {end}"
+        section = f"{begin} {inner}"
+        further = self._repeat(f"ws {section}", most - 1) if form.syntax == "parameters" else ""
+        return inner if is_triggered else f"{section} {further}"
+
+    @staticmethod
+    def _repeat(what: str, most: int) -> str:
+        return f"({what}){{0,{most}}}" if most > 0 else ""
+
+    # -- one call
+
+    def add_call(self, name: str, schema: Mapping[str, Any]) -> str:
+        """Add the rule of the calls of one function, behind `call_begin`, and return its name."""
+        form, number = self._form, len(self.rules)
+        rule = f"call_{number}"
+        self.rules[rule] = ""
+        if form.syntax == "json":
+            pair = f'{quote(quote(form.name_keys[0]))} ws ":" ws {quote(quote(name))}'
+            is_own = form.id_keys != ("id",)
+            before = f'{quote(quote(form.id_keys[0]))} ws ":" ws /"[0-9]{{1,3}}"/ ws "," ws ' if is_own else ""
+            arguments = f'{quote(quote(form.argument_keys[0]))} ws ":" ws {self._json_rule(schema)}'
+            body = f'"{{" ws {before}{pair} ws "," ws {arguments} ws "}}"'
+        elif form.syntax == "parameters":
+            body = f"{self._text(name + form.name_end)} ws {self._add_parameters(schema)} {self._text(form.call_end)}"
+        elif form.syntax == "python":
+            body = f'{quote(name + "(")} {self._add_keywords(schema)} ")"'
+        else:
+            call_end = f"ws {self._text(form.call_end)}" if form.call_end else ""
+            body = f"{self._header(name)} {self._json_rule(schema)} {call_end}"
+        self.rules[rule] = body
+        return rule
+
+    def _header(self, name: str) -> str:
+        slots = {"{index}": "/[0-9]{1,2}/", "{id}": "/[A-Za-z0-9]{9}/"}
+        parts = re.split(r"(\{index\}|\{id\})", self._form.headers[0].replace("{name}", name))
+        return " ".join(slots.get(part) or self._text(part) for part in parts if part)
+
+    def _add_parameters(self, schema: Mapping[str, Any]) -> str:
+        required = schema.get("required", ())
+        found = []
+        for key, part in _properties(schema):
+            name = f"parameter_{len(self.rules)}"
+            self.rules[name] = ""
+            values = [self._parameter(key, part, mark, kind, schema) for mark, kind in self._form.key_end_marks]
+            self.rules[name] = " | ".join(value for value in values if value)
+            found.append(name if key in required else f"{name}?")
+        return " ".join(found)
+
+    def _parameter(self, key: str, part: Any, mark: str, kind: str, schema: Mapping[str, Any]) -> str:
+        """The rule of a parameter behind whose name a mark stands; "" if its schema does not fit the mark."""
+        form, types = self._form, find_types(schema, key)
+        is_text = types is None or "string" in types
+        if (kind == "text" and not is_text) or (kind == "json" and types == frozenset(("string",))):
+            return ""
+        begin = self._text(form.key_begin + key + mark)
+        begin += f" ws {self._text(form.value_begin)}" if form.value_begin else ""
+        values = part.get("enum") if isinstance(part, Mapping) else None
+        if kind != "json" and values and all(isinstance(value, str) for value in values):
+            options = " | ".join(quote(value) for value in values)
+            return f"{begin} ws ({options}) ws {self._text(form.value_end)} ws"
+        if is_text and kind != "json":
+            return f"{begin} {self._text_rule()} ws"
+        return f"{begin} ws {self._json_rule(_with_definitions(part, schema))} ws {self._text(form.value_end)} ws"
+
+    def _text_rule(self) -> str:
+        """Any text up to the mark after a value, and the mark."""
+        mark = self._form.value_end
+        token = self._tokens.search(mark)
+        if token is None:
+            self.rules["text[lazy]"] = f"/(.|\\n)*{_escape(mark)}/"
+            return "text"
+        self.rules["text"] = f"/(.|\\n)*{_escape(mark[: token.start()])}/"
+        return f"text {self._text(mark[token.start() :])}"
+
+    def _add_keywords(self, schema: Mapping[str, Any]) -> str:
+        """`key=value` in the order of the schema, with commas between those that are there."""
+        required = schema.get("required", ())
+        first, later = '""', '""'  # what may follow without and with a keyword before
+        for key, part in reversed(_properties(schema)):
+            one = f"{quote(key + '=')} {self._json_rule(_with_definitions(part, schema))}"
+            name = f"keyword_{len(self.rules)}"
+            self.rules[name] = f"{one} {later}" + ("" if key in required else f" | {first}")
+            first = name
+            name = f"keyword_{len(self.rules)}"
+            self.rules[name] = f'", " {one} {later}' + ("" if key in required else f" | {later}")
+            later = name
+        return first
+
+    # -- texts and schemas
+
+    def _text(self, text: str) -> str:
+        """A text in Lark: special tokens by their ids, all else quoted."""
+        parts, at = [], 0
+        for found in self._tokens.finditer(text):
+            parts += [quote(text[at : found.start()])] if found.start() > at else []
+            parts.append(f"<[{self._special[found.group()]}]>")
+            at = found.end()
+        parts += [quote(text[at:])] if at < len(text) else []
+        return " ".join(parts)
+
+    def _json_rule(self, schema: Any) -> str:
+        name = f"json_{len(self.rules)}"
+        if self._options and isinstance(schema, Mapping):
+            schema = {**schema, "x-guidance": dict(self._options)}
+        self.rules[name] = f"%json {json.dumps(schema)}"
+        return name
+
+
+def _properties(schema: Mapping[str, Any]) -> Sequence[tuple[str, Any]]:
+    found = schema.get("properties")
+    return list(found.items()) if isinstance(found, Mapping) else []
+
+
+def _with_definitions(part: Any, schema: Mapping[str, Any]) -> Any:
+    """The schema of a parameter with the definitions that it may refer to."""
+    if not isinstance(part, Mapping):
+        return part
+    return {**{key: schema[key] for key in ("$defs", "definitions") if key in schema}, **part}
+
+
+def _escape(text: str) -> str:
+    """A text inside of a regular expression of Lark."""
+    return re.sub(r"([\\^$.|?*+()\[\]{}/])", r"\\\1", text).replace("\n", r"\n")
