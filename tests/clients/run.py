@@ -20,6 +20,8 @@ from tests.clients.scripted.folder import ARGUMENTS, write_folder  # noqa: E402
 from tests.serving.live import Live  # noqa: E402
 
 FOLDER = REPOSITORY / "tests" / "clients"
+BUILD = REPOSITORY / "build" / "clients"
+PAGE = FOLDER / "test_page.py"
 PLUGIN = {"INFERPLANE_PLUGINS": "tests.clients.scripted.model"}
 PYTEST_ARGUMENTS = {"langchain": ("-o", "asyncio_mode=auto", "-o", "asyncio_default_test_loop_scope=session")}
 """What the published suites of a client ask of pytest; LangChain's client keeps its connections from test to test."""
@@ -33,19 +35,11 @@ def list_clients() -> list[str]:
 def run_client(name: str, live: Live, arguments: list[str]) -> int:
     """Run the tests of one client in its environment; the exit code of pytest."""
     python = REPOSITORY / f".venv-client-{name}" / "bin" / "python"
-    command = [
-        str(python),
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "--confcutdir",
-        str(FOLDER),
-        str(FOLDER / name),
-        *arguments,
-    ]
+    own = ("-p", "no:cacheprovider", "--confcutdir", str(FOLDER), *PYTEST_ARGUMENTS.get(name, ()))
+    command = [str(python), "-m", "pytest", *own, str(FOLDER / name), str(PAGE), *arguments]
     variables = {k: v for k, v in os.environ.items() if not k.startswith(("OPENAI_", "PYTEST_"))}
     variables |= {"CLIENTS_SERVER": live.url, "CLIENTS_GRPC": live.event("listening")["grpc"]}
+    variables |= {"CLIENTS_NAME": name, "HF_HUB_OFFLINE": "1", "HF_HOME": str(BUILD / "hub")}
     print(f"== {name}", flush=True)
     return subprocess.run(command, cwd=REPOSITORY, env=variables).returncode
 
@@ -54,7 +48,7 @@ def main(words: list[str]) -> int:
     """Run the tests of the named clients, or of all."""
     names = [word for word in words if word in list_clients()] or list_clients()
     arguments = [word for word in words if word not in names]
-    folder = write_folder(REPOSITORY / "build" / "clients" / "scripted")
+    folder = write_folder(BUILD / "scripted")
     with Live(str(folder), *ARGUMENTS, "--grpc-port", "0", environment=PLUGIN) as live:
         failed = [name for name in names if run_client(name, live, arguments)]
         live.at_rest()

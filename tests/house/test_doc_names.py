@@ -17,6 +17,8 @@ SOURCES = (".py", ".pyi", ".toml", ".txt", ".h", ".cpp", ".cu", ".json", ".yml",
 SPEAK_OF_THE_PAST = ("tools/rename.py", "tools/renames/", "CHANGELOG.md")
 FOREIGN = {"_int_mm": "torch", "SignalException": "torchrun"}
 """Names of other projects that no file here contains."""
+FROM_ELSEWHERE = "coming-from-"
+"""Begins the names of pages whose tables have another engine's names in their first column."""
 PLACEHOLDERS = re.compile(r"acme|tiny|softcap|families/family\.py|my_family|NNNN")
 """Parts of examples that readers replace by names of their own."""
 
@@ -91,6 +93,8 @@ def _spans(page: Path) -> Iterator[tuple[int, str]]:
         if line.lstrip().startswith("```"):
             fenced = not fenced
         elif not fenced:
+            if page.name.startswith(FROM_ELSEWHERE) and line.startswith("|"):
+                line = line[1:].partition("|")[2]
             yield from ((number, span) for span in _SPAN.findall(line))
 
 

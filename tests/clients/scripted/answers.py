@@ -67,6 +67,7 @@ ANSWERS = (
     ),
     *(Answer(re.escape(question), answer) for question, answer in KNOWLEDGE.items()),
     Answer(r"[Hh]aiku", "Old pond, still water.\nA frog leaps into the dusk.\nThe sound of one plop."),
+    Answer(r"List the files", "There is one file.", ((("shell", {"input": "ls -l"}),),)),
     Answer(r"story about a cat", "A cat sat by the door until it was opened. It stayed inside."),
     Answer(r"(?i)how are you", "I am well, thank you."),
     Answer(r"(?i)^h(i|ello)\b", "Hello! How may I help you?", ((("magic_function", {"input": 1}),),)),
@@ -143,11 +144,12 @@ def list_answers(conversation: Conversation) -> list[str]:
         natural = [f"```json\n{as_data[0]}\n```" if "```" in conversation.question else as_data[0], text]
     else:
         natural = [text]
-    thought = [f"<think>\n{THOUGHT}\n</think>\n\n{natural[0]}"] if conversation.is_thinking else []
     listed = [{"name": name, "arguments": arguments} for name, arguments in forced]
     data = [json.dumps(listed, ensure_ascii=False)] if listed else []
     data += [json.dumps(arguments, ensure_ascii=False) for _, arguments in forced[:1]]
-    return list(dict.fromkeys([*thought, *natural, *(write_call(*call) for call in forced), *as_data, *data]))
+    answers = dict.fromkeys([*natural, *(write_call(*call) for call in forced), *as_data, *data])
+    thought = f"<think>\n{THOUGHT}\n</think>\n\n"
+    return [thought + text for text in answers if conversation.is_thinking] + list(answers)
 
 
 def list_texts(so_far: bytes) -> list[bytes]:

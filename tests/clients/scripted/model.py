@@ -22,9 +22,9 @@ from tests.clients.scripted.tokens import END, texts
 INFERPLANE_API = (1, 0)
 LONGEST = 24
 """Bytes of the longest token that is tried."""
-BEST, PER_TEXT, PER_SHORTER = 100.0, 15.0, 8.0
+BEST, PER_TEXT, PER_SHORTER = 400.0, 15.0, 8.0
 """Logits: of the best token; how much less a further text, and a shorter token of the same text, has."""
-CLOSING = {END: 9.0, "}": 8.0, "]": 7.0, '"': 6.0, ",": 5.0, ":": 4.0, "0": 3.0}
+CLOSING = {END: 90.0, "}": 80.0, "]": 70.0, '"': 60.0, ",": 50.0, ":": 40.0, "0": 30.0}
 """Logits where no text applies: what ends a constrained text soon."""
 written: dict[int, int] = {}
 """Slot of the cache -> the token in it."""

@@ -127,7 +127,7 @@ def test_settings_say_what_to_use_here(tmp_path):
     assert "SGLang's mem_fraction_static is kv_cache_bytes here" in note
 
 
-NAMES = {*ALL_OPTIONS, *FIELDS, *(f.name for f in fields(SamplingParams))}
+NAMES = {"params", *ALL_OPTIONS, *FIELDS, *(f.name for f in fields(SamplingParams))}
 FLAGS = {flag for verb in VERBS for flag in verb_parser(verb)[0]._option_string_actions}
 
 

@@ -70,6 +70,8 @@ OTHER_OPTIONS: tuple[OtherOption, ...] = tuple(
         (VLLM, "nnodes node_rank master_addr master_port", "tensor_parallel_size", "options of torchrun", LAUNCH),
         (VLLM, "enable_expert_parallel", "", "each expert is on one rank whenever torchrun starts several"),
         (VLLM, "distributed_executor_backend", "", f"start it by {LAUNCH}"),
+        (VLLM, "sampling_params", "params", "of generate, stream and chat", "the fields of requests"),
+        (VLLM, "use_tqdm", "", "generate shows no progress"),
         (VLLM, "enforce_eager compilation_config", "capture", GRAPHS, IN_PYTHON),
         (VLLM, "cudagraph_capture_sizes max_seq_len_to_capture", "capture", GRAPHS, IN_PYTHON),
         (VLLM, "speculative_config", "speculative_config", "", "--speculative-method and --speculative-model"),
