@@ -148,8 +148,10 @@ def list_answers(conversation: Conversation) -> list[str]:
     data = [json.dumps(listed, ensure_ascii=False)] if listed else []
     data += [json.dumps(arguments, ensure_ascii=False) for _, arguments in forced[:1]]
     answers = dict.fromkeys([*natural, *(write_call(*call) for call in forced), *as_data, *data])
-    thought = f"<think>\n{THOUGHT}\n</think>\n\n"
-    return [thought + text for text in answers if conversation.is_thinking] + list(answers)
+    if not conversation.is_thinking:
+        return list(answers)
+    thought = f"<think>\n{THOUGHT}\n</think>"
+    return [f"{thought}{lines}{text}" for lines in ("\n\n", "") for text in answers] + list(answers)
 
 
 def list_texts(so_far: bytes) -> list[bytes]:

@@ -24,7 +24,7 @@ LONGEST = 24
 """Bytes of the longest token that is tried."""
 BEST, PER_TEXT, PER_SHORTER = 400.0, 15.0, 8.0
 """Logits: of the best token; how much less a further text, and a shorter token of the same text, has."""
-CLOSING = {END: 90.0, "}": 80.0, "]": 70.0, '"': 60.0, ",": 50.0, ":": 40.0, "0": 30.0}
+CLOSING = {END: 90.0, '"': 80.0, "}": 70.0, "]": 60.0, ",": 50.0, ":": 40.0, "0": 30.0}
 """Logits where no text applies: what ends a constrained text soon."""
 written: dict[int, int] = {}
 """Slot of the cache -> the token in it."""
