@@ -27,8 +27,7 @@ from inferplane.hub.repository import (
     PARAMS,
     SINGLE,
     SUFFIX,
-    TOKENIZER_PATTERNS,
-    VOCABULARIES,
+    has_vocabulary,
 )
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -71,8 +70,7 @@ class CachedSnapshot:
     @property
     def has_tokenizer(self) -> bool:
         """Whether a tokenizer's vocabulary is there."""
-        named = any((self.folder / name).is_file() for name in VOCABULARIES)
-        return named or any(any(self.folder.glob(pattern)) for pattern in TOKENIZER_PATTERNS)
+        return has_vocabulary(self.folder, Path.is_file)
 
     @property
     def is_whole(self) -> bool:

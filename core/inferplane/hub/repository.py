@@ -7,10 +7,12 @@ and `/NAME/resolve/COMMIT/FILE` gives one.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -29,6 +31,7 @@ TOKENIZERS = (
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 TOKENIZER_PATTERNS = ("*.model", "*.model.v*", "*.tiktoken")
 """Files with a tokenizer's vocabulary, by their names and by patterns."""
+
 SINGLE, INDEX_PATTERN, SUFFIX = "model.safetensors", "*.safetensors.index*.json", ".safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 DEFAULT_REVISION = "main"
@@ -39,6 +42,18 @@ FILE_NAME = re.compile(r"[A-Za-z0-9_][\w.+=-]*", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA1, _SHA256 = re.compile(r"[0-9a-f]{40}"), re.compile(r"[0-9a-f]{64}")
 ReadFile = Callable[["RemoteFile"], bytes]
+
+
+def has_vocabulary(folder: Path, is_there: Callable[[Path], bool] = os.path.lexists) -> bool:
+    """Whether a folder holds a file with a tokenizer's vocabulary. Without one, several classes of transformers invent
+    a tokenizer of a few special tokens.
+
+    Args:
+        folder: the model's.
+        is_there: whether a path counts as a file. By default a broken link does: loading it says what is broken.
+    """
+    named = any(is_there(folder / name) for name in VOCABULARIES)
+    return named or any(any(folder.glob(pattern)) for pattern in TOKENIZER_PATTERNS)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from inferplane.dialogue.template import Template
-from inferplane.engine.request.tokenizer_loading import has_vocabulary, load_tokenizer, no_vocabulary
+from inferplane.engine.request.tokenizer_loading import load_tokenizer, no_vocabulary
 from inferplane.errors import CapacityError, CheckpointError, UsageError, warn
 from inferplane.files import AGAIN, file_size
+from inferplane.hub.repository import has_vocabulary
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What decoders write for bytes that are no character, or not yet."""

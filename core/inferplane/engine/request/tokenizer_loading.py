@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 from collections.abc import Collection, Iterator, Mapping
 from importlib.util import find_spec
 from itertools import product
@@ -13,7 +12,7 @@ from typing import Any
 
 from inferplane.errors import CheckpointError
 from inferplane.files import file_size
-from inferplane.hub.repository import TOKENIZER_PATTERNS, VOCABULARIES
+from inferplane.hub.repository import VOCABULARIES
 
 PROBES = (
     "Hello",
@@ -35,14 +34,6 @@ MAX_FILE_BYTES = 2**28
 """The largest known one, with 262,144 tokens, has 34 MB."""
 MAX_ADDED_TOKENS = 64
 """Most added tokens that are tried between words."""
-
-
-def has_vocabulary(folder: Path) -> bool:
-    """Whether a folder holds a file with a tokenizer's vocabulary. Without one, several classes of transformers invent
-    a tokenizer of a few special tokens. A broken link counts: loading it says what is broken.
-    """
-    named = any(os.path.lexists(folder / name) for name in VOCABULARIES)
-    return named or any(any(folder.glob(pattern)) for pattern in TOKENIZER_PATTERNS)
 
 
 def no_vocabulary(name: str, folder: Path, remedy: str) -> CheckpointError:

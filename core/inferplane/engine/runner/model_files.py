@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from inferplane.engine.request.tokenizer_loading import has_vocabulary
 from inferplane.errors import CheckpointError, UsageError
 from inferplane.gguf.opened import GGUFModel, find_file, find_planned_ranges
 from inferplane.hub import FORMS, locate, near_short_names, parse_name
+from inferplane.hub.repository import has_vocabulary
 from inferplane.models import Config, SafetensorsFolder, as_config, constructor, settle_architecture
 from inferplane.models.reading.gguf_source import GGUFSource
 from inferplane.models.reading.names import canonical_names, settle_head
