@@ -11,8 +11,10 @@ from inferplane.errors import UsageError
 
 AUTO, NONE = "auto", "none"
 """Names that stand for the form of the model, and for no form."""
-PLAIN = (tables.JSON_CALLS, tables.FENCED_CALLS, tables.PLAIN_FENCED_CALLS)
-"""What models write that were shown tools as text; it is recognized beside a model's own form."""
+FENCED = (tables.FENCED_CALLS, tables.PLAIN_FENCED_CALLS)
+"""What models write that were shown tools as text. It is recognized beside a model's own form if that is JSON too: from
+others, a fenced call is an example.
+"""
 
 _LLAMA = (tables.LLAMA_TAG_CALLS, tables.PYTHON_TAG_CALLS, tables.JSON_TAG_CALLS)
 
@@ -25,8 +27,12 @@ def _form(
     types: tuple[str, ...] = (),
     more_tokens: tuple[str, ...] = (),
 ) -> ReplyForm:
-    plain = () if not tools or tools[0].syntax == "harmony" else tuple(form for form in PLAIN if form not in tools)
-    return ReplyForm(name, reasoning, (*tools, *plain), also, types, more_tokens)
+    plain: tuple[ToolForm, ...] = ()
+    if tools and tools[0].syntax != "harmony":
+        plain = (tables.JSON_CALLS, *(FENCED if tools[0].syntax == "json" else ()))
+    return ReplyForm(
+        name, reasoning, (*tools, *(form for form in plain if form not in tools)), also, types, more_tokens
+    )
 
 
 FORMS: tuple[ReplyForm, ...] = (

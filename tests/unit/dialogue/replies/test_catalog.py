@@ -87,3 +87,10 @@ def test_marks_stay_visible():
     assert NAMED["kimi_k2"].visible_tokens[:3] == ("<think>", "</think>", "<|tool_calls_section_begin|>")
     assert {"<|call|>", "<|return|>", "<|channel|>"} <= set(NAMED["openai"].visible_tokens)
     assert "[ARGS]" in NAMED["mistral"].visible_tokens
+
+
+def test_fenced_calls_are_those_of_models_that_write_json():
+    fenced = [form.name for form in FORMS if tables.FENCED_CALLS in form.tools]
+    assert {"json", "qwen3", "llama3_json"} <= set(fenced) and not {"glm45", "deepseek_v3", "openai"} & set(fenced)
+    for form in FORMS:
+        assert form.uses_channels or not form.tools or tables.JSON_CALLS in form.tools
