@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from inferplane.dialogue.messages import normalize_messages
+from inferplane.dialogue.replies.catalog import FORMS
 from inferplane.engine.sampling.spans.token_text import TokenText
 from inferplane.errors import UsageError
 from inferplane.serving.chat.call import render_messages
@@ -59,7 +60,7 @@ def run(source: str, work: Any) -> Any:
     async def main() -> Any:
         template = ChatTemplate(source, {}, render_s=20.0)
         try:
-            return await work(SimpleNamespace(template=template))
+            return await work(SimpleNamespace(template=template, reply_form=lambda facts: FORMS[-1]))
         finally:
             await template.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from itertools import pairwise
 from types import SimpleNamespace
@@ -13,15 +14,18 @@ import pytest
 
 from inferplane.dialogue.replies.catalog import FORMS, choose_form
 from inferplane.dialogue.replies.forms import ReplyForm
-from inferplane.engine import Delta
+from inferplane.engine import Delta, SamplingParams
 from inferplane.engine.sampling.grammars import JSON_OPTIONS
+from inferplane.errors import UsageError
+from inferplane.serving.admission import Deadline, GenerateCall
+from inferplane.serving.chat.call_rules import demand_calls, tag_calls
 from inferplane.serving.chat.custom_input import InputReader
 from inferplane.serving.chat.rendering import ChatRendering
 from inferplane.serving.chat.reply import JoinedReply, ReplyPlan, ReplyReader
 from inferplane.serving.chat.request import ChatRequest
 from inferplane.serving.chat.tools import ToolPlan, plan_tools
 from inferplane.serving.errors import ApiError
-from inferplane.serving.generation import Piece
+from inferplane.serving.generation import Generation, Piece
 from inferplane.serving.rendering import GeneratedChoice
 from inferplane.serving.wire import validate
 
@@ -116,6 +120,7 @@ def forced(tools: ToolPlan, own: ReplyForm = QWEN, **more: Any) -> ReplyPlan:
         ('[{"na', []),
         ('[{"name": "ge', []),
         ('[{"name": "get", "arguments": ', [("get", "")]),
+        ('[{"name": "get", "arguments": {', [("get", "")]),
         ('[{"name": "get", "arguments": {"a": [1, "x', [("get", '{"a": [1, "x')]),
         ('[{"name": "get", "arguments": {"a": 1}}', [("get", '{"a": 1}')]),
         (
@@ -169,6 +174,90 @@ def test_schemas_of_tools_may_refer_to_themselves():
     for compiled in (schema, named):
         grammar = make.grammar_from_json_schema(json.dumps(compiled), overrides=JSON_OPTIONS)
         assert make.validate_grammar(grammar) == ""
+
+
+def accepts(grammar: str, text: str) -> bool:
+    """Whether a grammar allows a whole text."""
+    tokens = llguidance.LLTokenizer("byte")
+    matcher = llguidance.LLMatcher(tokens, grammar)
+    assert not matcher.get_error()
+    data = tokens.tokenize_str(text)
+    return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+
+
+NUMBER = {
+    "type": "object",
+    "properties": {"n": {"type": "integer"}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+TWO = {"get": NUMBER, "put": {"type": "object"}}
+GET, PUT = '{"name": "get", "arguments": {"n": 7}}', '{"name": "put", "arguments": {"any": ["x", {}]}}'
+
+
+def test_calls_that_have_begun_follow_a_rule():
+    plan = ToolPlan("auto", TWO)
+    (tag,) = tag_calls(QWEN, plan, {})
+    assert tag.trigger == "<tool_call>"
+    for text in (f"\n{GET}\n</tool_call>", f"{PUT}</tool_call>"):
+        assert accepts(tag.grammar, text), text
+    for text in ('{"name": "other", "arguments": {}}', '{"name": "get", "arguments": {"n": "x"}}', "Sorry", "[]"):
+        assert not accepts(tag.grammar, f"{text}</tool_call>"), text
+    (kimi,) = tag_calls(KIMI, plan, {})
+    call = '<|tool_call_begin|>functions.get:0<|tool_call_argument_begin|>{"n": 1}<|tool_call_end|>'
+    assert accepts(kimi.grammar, f"{call}<|tool_calls_section_end|>")
+    assert tag_calls(PLAIN, plan, {}) == tag_calls(ReplyForm("none"), plan, {}) == ()
+    long = ToolPlan("auto", {"get": {"type": "object", "description": "x" * 70_000}})
+    assert tag_calls(QWEN, long, {}) == ()
+
+
+def test_demanded_calls_are_in_the_form_of_the_family():
+    grammar = (demand_calls(QWEN, ToolPlan("required", TWO), {}) or {})["grammar"]
+    one, two = f"<tool_call>\n{GET}\n</tool_call>", f"<tool_call>\n{PUT}\n</tool_call>"
+    assert accepts(grammar, one) and accepts(grammar, f"{one}\n{two}")
+    assert not accepts(grammar, GET) and not accepts(grammar, "")
+    for plan in (ToolPlan("required", TWO, parallel=False), ToolPlan("named", {"get": NUMBER}, "get")):
+        grammar = (demand_calls(QWEN, plan, {}) or {})["grammar"]
+        assert accepts(grammar, one) and not accepts(grammar, f"{one}\n{one}")
+        reply = read(ReplyPlan(plan, QWEN), one, 1)
+        assert calls_of(reply) == [("get", '{"n": 7}')]
+    assert demand_calls(PLAIN, ToolPlan("required", TWO), {}) is None
+    assert demand_calls(QWEN, planned(tool_choice={"type": "custom", "custom": {"name": "patch"}}), {}) is None
+
+
+@pytest.mark.parametrize(("is_optional", "tries"), [(True, 2), (False, 1)])
+def test_a_rule_that_the_engine_refuses_is_left_out_unless_a_tool_is_strict(is_optional, tries):
+    submitted = []
+
+    class Refusing:
+        """Refuses structural tags, as an engine whose tokenizer no grammar can follow."""
+
+        async def feed(self, receive, prompt, params, name, *, on_released, **more):
+            submitted.append(params.structural_tags)
+            on_released()
+            if params.structural_tags:
+                raise UsageError("SamplingParams: structural_tags: no.")
+            receive(Delta("x", [1], "stop"))
+
+    async def run() -> list[str]:
+        params = SamplingParams(structural_tags=tag_calls(QWEN, AUTO, {}))
+        call = GenerateCall([[1]], has_optional_tags=is_optional, words={"structural_tags": "tools"})
+        generation = Generation(Refusing(), call, [[1]], [params], "j", Deadline(60))  # type: ignore[arg-type]
+        generation.start()
+        released: list[int] = []
+        try:
+            return [piece.delta.text async for piece in generation.pieces()]
+        finally:
+            await generation.close(lambda: released.append(1))
+            assert released == [1]
+
+    if is_optional:
+        assert asyncio.run(run()) == ["x"]
+    else:
+        with pytest.raises(ApiError) as refused:
+            asyncio.run(run())
+        assert (refused.value.status, refused.value.param) == (400, "tools")
+    assert len(submitted) == tries
 
 
 # ------------------------------------------------------------------ which tools
@@ -278,6 +367,13 @@ def test_ids_of_calls():
     section = "<|tool_calls_section_begin|><|tool_call_begin|>functions.get:3<|tool_call_argument_begin|>{}"
     section += "<|tool_call_end|><|tool_calls_section_end|>"
     assert read(ReplyPlan(AUTO, KIMI), section).calls[0]["id"] == "functions.get:3"
+    required = ReplyPlan(
+        ToolPlan("required", TOOLS),
+        choose_form(KIMI, tools="json"),
+        id_form="functions.{name}:{index}",
+        num_earlier_calls=2,
+    )
+    assert read(required, '[{"name": "get", "arguments": {}}]').calls[0]["id"] == "functions.get:2"
     own = read(ReplyPlan(AUTO, QWEN), '<tool_call>{"name": "get", "arguments": {}}</tool_call>').calls[0]["id"]
     assert len(own) == 9 and own.isalnum()
 

@@ -100,6 +100,7 @@ class GenerateCall:
         trace: headers that name the parent of the request's span.
         words: the engine's name of a parameter -> the wire format's, for error messages.
         ignored: what of the request has no effect, beside unknown fields.
+        has_optional_tags: if the engine refuses `structural_tags`, the request runs without them.
         deadline: of the request if it has begun already; None: it begins with the admission.
     """
 
@@ -116,6 +117,7 @@ class GenerateCall:
     trace: Mapping[str, str] = field(default_factory=dict)
     words: Mapping[str, str] = field(default_factory=dict)
     ignored: Sequence[str] = ()
+    has_optional_tags: bool = False
     deadline: Deadline | None = field(default=None, compare=False)
 
     def word(self, name: str) -> str:

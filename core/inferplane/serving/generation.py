@@ -14,7 +14,7 @@ import msgspec
 
 from inferplane.engine import Delta, SamplingParams
 from inferplane.engine.request.params import BEYOND_LIMITS
-from inferplane.errors import InferplaneError, sentence
+from inferplane.errors import InferplaneError, UsageError, sentence
 from inferplane.serving.admission import GRACE_S, Deadline, GenerateCall
 from inferplane.serving.errors import TOO_COMPLEX, ApiError, constraint_field, from_engine, internal, invalid
 
@@ -203,19 +203,14 @@ class Generation:
             on_released()
 
     async def _run(self, choice: int) -> None:
-        prompt, index = divmod(choice, self.call.n)
-        self._num_held += 1
+        params = self.params[choice // self.call.n]
         try:
-            await self._engine.feed(
-                partial(self._receive, choice),
-                self.prompts[prompt],
-                self.params[prompt],
-                f"{self._name}.{choice}",
-                index=index,
-                tenant=self.call.key.tenant if self.call.key is not None else "",
-                exclusive_id=(self.call.request_id or "") if choice == 0 else "",
-                on_released=self._release,
-            )
+            try:
+                await self._feed(choice, params)
+            except UsageError:
+                if not (params.structural_tags and self.call.has_optional_tags):
+                    raise
+                await self._feed(choice, params.without_grammars)
         except InferplaneError as error:
             refusal = from_engine(error, self.call.words, self.call.sampling)
             self.refusal = self.refusal or refusal
@@ -223,6 +218,20 @@ class Generation:
         except Exception:
             log.exception("a sequence failed in the server")
             self._put(internal())
+
+    async def _feed(self, choice: int, params: SamplingParams) -> None:
+        prompt, index = divmod(choice, self.call.n)
+        self._num_held += 1
+        await self._engine.feed(
+            partial(self._receive, choice),
+            self.prompts[prompt],
+            params,
+            f"{self._name}.{choice}",
+            index=index,
+            tenant=self.call.key.tenant if self.call.key is not None else "",
+            exclusive_id=(self.call.request_id or "") if choice == 0 else "",
+            on_released=self._release,
+        )
 
     def _receive(self, choice: int, delta: Delta) -> None:
         self.completion_tokens += len(delta.token_ids)

@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,8 @@ class ServedModel:
         self.token_text = TokenText(self._tokenizer.fast) if self._tokenizer is not None else None
         tokens = dict(self._tokenizer.fast.special_tokens_map) if self._tokenizer is not None else {}
         self.template = self._own_template(settings, tokens)
+        self.can_constrain = self._tokenizer is not None and find_spec("llguidance") is not None
+        self.special_tokens = _find_special_tokens(self._tokenizer.fast) if self._tokenizer is not None else {}
         self._parsers = settings.reasoning_parser, settings.tool_call_parser
         self._forms: dict[str | None, ReplyForm] = {}
         self._request_templates = RequestTemplates(tokens, settings.trust_request_chat_template)
@@ -154,3 +157,9 @@ class ServedModel:
         if self.template is not None:
             await self.template.close()
         await self._request_templates.close()
+
+
+def _find_special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Return text -> id of the tokens that llguidance takes for special ones: it knows them by their form, too."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {t.content: i for i, t in added.items() if t.special or (t.content[:1], t.content[-1:]) == ("<", ">")}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from inferplane.serving.admission import GenerateCall
+from inferplane.serving.chat.thinking import list_visible_tokens
 from inferplane.serving.chat_template.fields import list_unread_keys
 from inferplane.serving.chat_template.template import render_conversation
 from inferplane.serving.errors import ApiError, invalid
@@ -171,15 +172,19 @@ async def build_call(request: NativeRequest, model: ServedModel, native_text: st
     _single_name(request, "infer_seed", "seed")
     limit = _single_name(request, "max_dec_len", "seq_len", "max_tokens")
     prompt, special, word = await _prompt(request, model, native_text)
+    template = model.template.facts if model.template is not None else None
+    sampling = _sampling(request)
+    if not special and word != "input_ids" and (marks := list_visible_tokens(model.reply_form(template))):
+        sampling["visible_tokens"] = marks  # of thoughts, which are part of the text
     return GenerateCall(
         prompts=[prompt],
-        sampling=_sampling(request),
+        sampling=sampling,
         max_tokens=None if limit is None else getattr(request, limit),
         request_id=request.req_id,
         timeout_s=request.timeout,
         special=special,
         operation="text_completion" if special else "chat",
-        ignored=list_unread_keys(request.messages or (), model.template.facts if model.template is not None else None),
+        ignored=list_unread_keys(request.messages or (), template),
         words={**WORDS, "prompt": word, "max_tokens": limit or "max_dec_len"},
     )
 

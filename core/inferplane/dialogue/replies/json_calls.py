@@ -140,7 +140,7 @@ def copy_arguments(reader: TextReader, begin: Callable[[], object], write: Emit)
     space = yield from reader.skip(SPACE)
     following = yield from reader.next_character()
     if following not in ('"', "}"):
-        raise NotACall
+        raise NotACall if following else TextEnded
     begin()
     write("{" + space)
     yield from copy_json(reader, write, "{")

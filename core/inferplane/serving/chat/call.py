@@ -11,9 +11,10 @@ from inferplane.dialogue.replies.forms import ReplyForm
 from inferplane.dialogue.replies.opening import is_reasoning_open, is_reasoning_over
 from inferplane.dialogue.tools import describe_tools
 from inferplane.serving.admission import GenerateCall
+from inferplane.serving.chat.call_rules import demand_calls, tag_calls
 from inferplane.serving.chat.reply import ReplyPlan
 from inferplane.serving.chat.request import ChatRequest, Tool
-from inferplane.serving.chat.thinking import make_span
+from inferplane.serving.chat.thinking import list_visible_tokens, make_span
 from inferplane.serving.chat.tools import ToolPlan, list_shown_tools
 from inferplane.serving.chat_template.fields import TemplateVariables, list_unread_keys
 from inferplane.serving.chat_template.template import ChatTemplate, render_conversation
@@ -21,6 +22,7 @@ from inferplane.serving.constraints import fields as constraints
 from inferplane.serving.errors import invalid
 
 if TYPE_CHECKING:
+    from inferplane.engine.request.fields import StructuralTag
     from inferplane.serving.model import ServedModel
 
 GENERIC = "json"
@@ -55,16 +57,22 @@ async def build_call(request: ChatRequest, model: ServedModel, tools: ToolPlan) 
         given = request.tools if tools.mode != "none" else None
         text = await render_messages(request.messages, given, template, variables)
     is_open = is_reasoning_open(form, text, request.messages, bool(variables.mark))
-    plan = _plan_reply(request, tools, form, is_open)
+    own = None
+    if tools.is_forced and model.can_constrain and facts is not None and facts.supports_tools:  # else JSON is described
+        own = demand_calls(form, tools, model.special_tokens)
+    plan = _plan_reply(request, tools, form, is_open, is_generic=tools.is_forced and own is None)
     if tools.is_forced:
-        constraint = tools.constraint()
+        constraint = own or tools.constraint()
     if tools.mode != "none":
         ignored += [f"tools.{keyword}" for keyword in tools.not_enforced]
-    sampling.update(constraint)
-    span = make_span(plan.form, plan.reasoning_is_open, request.budget(), bool(constraint))
-    if span is not None and not (constraint and is_reasoning_over(form, text)):
+    tags: Sequence[StructuralTag] = ()
+    if tools.mode == "auto" and not constraint and model.can_constrain:
+        tags = tag_calls(form, tools, model.special_tokens)
+    sampling.update({"structural_tags": tags} if tags else constraint)
+    span = make_span(plan.form, plan.reasoning_is_open, request.budget(), bool(constraint) and own is None)
+    if span is not None and not ((constraint or tags) and is_reasoning_over(form, text)):
         sampling["reasoning"] = span
-    if visible := _visible_tokens(form, tools):
+    if visible := list_visible_tokens(form, has_calls=tools.mode != "none"):
         sampling["visible_tokens"] = visible
     call = GenerateCall(
         prompts=[text],
@@ -76,15 +84,19 @@ async def build_call(request: ChatRequest, model: ServedModel, tools: ToolPlan) 
         operation="chat",
         model=request.model or "",
         words=_words(request, tools),
+        has_optional_tags=not tools.is_strict,
         ignored=[*ignored, *variables.ignored, *list_unread_keys(request.messages, facts)],
     )
     return call, plan
 
 
-def _plan_reply(request: ChatRequest, tools: ToolPlan, form: ReplyForm, is_open: bool) -> ReplyPlan:
+def _plan_reply(
+    request: ChatRequest, tools: ToolPlan, form: ReplyForm, is_open: bool, *, is_generic: bool
+) -> ReplyPlan:
+    id_form = form.tools[0].id_form if form.tools else ""
     if request.separate_reasoning is False:
         form, is_open = replace(form, reasoning=None), False
-    if tools.is_forced:
+    if is_generic:
         form = choose_form(form, tools=GENERIC)
         if form.uses_channels:  # JSON alone has no header, and so no place for a thought before it
             form, is_open = replace(form, reasoning=None), False
@@ -93,16 +105,10 @@ def _plan_reply(request: ChatRequest, tools: ToolPlan, form: ReplyForm, is_open:
         form=form,
         reasoning_is_open=is_open,
         shows_reasoning=request.include_reasoning is not False,
-        is_bare=tools.mode == "named",
+        is_bare=is_generic and tools.mode == "named",
+        id_form=id_form,
         num_earlier_calls=sum(len(message.get("tool_calls") or ()) for message in request.messages),
     )
-
-
-def _visible_tokens(form: ReplyForm, tools: ToolPlan) -> tuple[str, ...]:
-    """Return the special tokens that stay in the text: those of calls only where there may be calls."""
-    if tools.mode != "none" or form.uses_channels:
-        return form.visible_tokens
-    return (*form.reasoning.marks, *form.more_tokens) if form.reasoning is not None else form.more_tokens
 
 
 def _words(request: ChatRequest, tools: ToolPlan) -> dict[str, str]:

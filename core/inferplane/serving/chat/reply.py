@@ -27,7 +27,8 @@ class ReplyPlan:
         reasoning_is_open: the prompt has begun the thought.
         shows_reasoning: the answer has the thought, too.
         is_bare: the text after the thought is what a named tool is called with, without marks.
-        num_earlier_calls: calls in the conversation, for ids that count them.
+        id_form: ids of the model's calls, with the slots `{name}` and `{index}`; "": they have none.
+        num_earlier_calls: calls in the conversation, which such ids count, too.
     """
 
     tools: ToolPlan
@@ -35,6 +36,7 @@ class ReplyPlan:
     reasoning_is_open: bool = False
     shows_reasoning: bool = True
     is_bare: bool = False
+    id_form: str = ""
     num_earlier_calls: int = 0
 
     @property
@@ -115,8 +117,8 @@ class ReplyReader:
 
     def _new_id(self, event: CallStart) -> str:
         """Return an id in the model's own form if that is made of name and number, else letters and digits."""
-        form = self._plan.form.tools[0].id_form if self._plan.form.tools else ""
-        return make_call_id(form, event.name, self._plan.num_earlier_calls + event.index)
+        number = self._plan.num_earlier_calls + event.index
+        return make_call_id(self._plan.id_form, event.name, number)
 
     def _piece(self, index: int, kind: str, text: str) -> Iterator[dict[str, Any]]:
         if text:

@@ -68,3 +68,10 @@ def make_span(
         message = f"{name}: This model is not known to think; the server's setting reasoning_parser names a form."
         raise invalid(message, name, "unsupported")
     return chat.make_span(form, is_open, most, is_constrained)
+
+
+def list_visible_tokens(form: ReplyForm, has_calls: bool = False) -> tuple[str, ...]:
+    """Return the special tokens that stay in the text: those of calls only where there may be calls."""
+    if has_calls or form.uses_channels:
+        return form.visible_tokens
+    return (*form.reasoning.marks, *form.more_tokens) if form.reasoning is not None else form.more_tokens

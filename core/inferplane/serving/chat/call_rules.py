@@ -1,0 +1,56 @@
+"""The rules of calls while they are generated: once they have begun, or from the beginning if they are demanded.
+
+They are in the form of the model's family, or in generic JSON where that is not known or its grammar is too long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from inferplane.dialogue.replies.forms import ReplyForm, ToolForm
+from inferplane.dialogue.replies.grammar import make_call_grammar
+from inferplane.engine.request.fields import MAX_GRAMMAR_BYTES, StructuralTag
+from inferplane.serving.chat.tools import ToolPlan
+
+JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
+"""White space in arguments; without a limit some models write it for ever."""
+
+
+def tag_calls(form: ReplyForm, plan: ToolPlan, special_tokens: Mapping[str, int]) -> tuple[StructuralTag, ...]:
+    """Return the rule that a call follows once its mark is written: it is one of a tool that there is, with arguments
+    that fit. There is none for a form without a mark, and none that is too long.
+
+    Args:
+        form: how the model writes calls.
+        plan: the tools of mode "auto".
+        special_tokens: text -> id, of the tokenizer's special tokens.
+    """
+    own = form.tools[0] if form.tools else None
+    if own is None or not own.trigger:
+        return ()
+    grammar = _make_grammar(own, plan, special_tokens, is_triggered=True)
+    return (StructuralTag(own.trigger, grammar),) if grammar else ()
+
+
+def demand_calls(form: ReplyForm, plan: ToolPlan, special_tokens: Mapping[str, int]) -> dict[str, Any] | None:
+    """Return the constraint of demanded calls in the form of the family, as a field of `SamplingParams`; None if they
+    have to be in generic JSON, as texts of custom tools with a grammar of their own have.
+
+    Args:
+        form: how the model writes calls.
+        plan: the tools of mode "required" or "named".
+        special_tokens: text -> id, of the tokenizer's special tokens.
+    """
+    own = form.tools[0] if form.tools else None
+    if own is None or not own.template_marks or plan.named in plan.custom:
+        return None
+    grammar = _make_grammar(own, plan, special_tokens, is_triggered=False)
+    return {"grammar": grammar} if grammar else None
+
+
+def _make_grammar(form: ToolForm, plan: ToolPlan, special_tokens: Mapping[str, int], is_triggered: bool) -> str:
+    """Return the grammar of calls; "" if it is too long."""
+    options: Any = {"max_calls": plan.max_calls, "is_triggered": is_triggered, "json_options": JSON_OPTIONS}
+    grammar = make_call_grammar(form, plan.tools, special_tokens, **options)
+    return grammar if len(grammar.encode()) <= MAX_GRAMMAR_BYTES["grammar"] else ""
