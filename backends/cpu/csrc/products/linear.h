@@ -11,10 +11,11 @@ constexpr int64_t kMaxRowsAtOnce = 64;  // rows of activations that are multipli
 constexpr int64_t kChunkBytes = 65536;  // bytes of a weight that a thread takes at a time
 // And of one read row by row, which is slower in small pieces (decision 30).
 constexpr int64_t kStreamedChunkBytes = 1048576;
+// And of a weight that meets activations of 16 bits (decision 39), and of either half of a weight [gate | up].
 #if defined(INFERPLANE_AMX)
-constexpr int64_t kGatedChunkBytes = 65536;  // and of either half of a weight [gate | up]
+constexpr int64_t kPanelChunkBytes = 65536, kGatedChunkBytes = 65536;
 #else
-constexpr int64_t kGatedChunkBytes = 262144;
+constexpr int64_t kPanelChunkBytes = 262144, kGatedChunkBytes = 262144;
 #endif
 
 // Whether the weight is stored as rows of bf16 (kinds IP_BF16 and IP_BF16_REORDERABLE).
@@ -32,12 +33,13 @@ inline int64_t weight_row_bytes(const ip_matrix &w) {
   return max64(1, is_bf16(w) ? w.k * 2 : is_in_panels(w) ? columns_bytes(w, round_up(w.k, 16)) / 16 : w.k);
 }
 
-// Weight rows per chunk of `Team::for_each_chunk`: about kChunkBytes of w (kStreamedChunkBytes if `row_by_row`, the
-// result of `streams_row_by_row`), but at most a quarter of a thread's even share of the rows; rounded up to a multiple
+// Weight rows per chunk of `Team::for_each_chunk`: about kChunkBytes of w (kPanelChunkBytes of int8, int6, int4 and
+// MXFP4, kStreamedChunkBytes if `row_by_row`, the result of `streams_row_by_row`), but at most a quarter of a thread's even share of the rows; rounded up to a multiple
 // of 16, so with few rows a thread gets fewer than four chunks.
 inline int64_t rows_per_chunk(const ip_matrix &w, bool row_by_row, int threads) {
   int64_t most = round_up((w.n + threads * 4 - 1) / (threads * 4), 16);
-  return max64(16, min64(round_up((row_by_row ? kStreamedChunkBytes : kChunkBytes) / weight_row_bytes(w), 16), most));
+  int64_t panels = is_in_panels(w) && w.kind != IP_W8A8 ? kPanelChunkBytes : kChunkBytes;
+  return max64(16, min64(round_up((row_by_row ? kStreamedChunkBytes : panels) / weight_row_bytes(w), 16), most));
 }
 
 // Gate rows per chunk for `count` weights [gate | up] with `inner` gate rows each, where a chunk takes as many up rows
