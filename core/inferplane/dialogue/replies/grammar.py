@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from inferplane.dialogue.replies.arguments import NotInForm, list_arguments
 from inferplane.dialogue.replies.calls import MAX_CALLS
-from inferplane.dialogue.replies.forms import ToolForm
-from inferplane.dialogue.replies.values import find_types, quote
+from inferplane.dialogue.replies.forms import KeyKind, ToolForm
+from inferplane.dialogue.replies.values import JsonTypes, TypeFinder, quote
+from inferplane.dialogue.schema_refs import extract_part
 
 Tools = Mapping[str, Mapping[str, Any]]
 SPACE = r"/[ \t\n]{0,8}/"
@@ -34,8 +36,10 @@ def make_call_grammar(
     max_calls: int = MAX_CALLS,
     is_triggered: bool = False,
     json_options: Mapping[str, Any] | None = None,
+    max_bytes: int | None = None,
 ) -> str:
-    """Return the grammar of one or more calls, as Lark text.
+    """Return the grammar of one or more calls, as Lark text; "" if the form cannot hold the calls to their schemas, as
+    one that writes arguments one by one cannot where a schema does not list them.
 
     Args:
         form: how the calls are written.
@@ -44,18 +48,35 @@ def make_call_grammar(
         max_calls: most calls between the marks around all of them; 1: one call.
         is_triggered: the text begins behind `form.trigger`, and ends with the marks that belong to it.
         json_options: options of llguidance for each schema, as its `x-guidance` has them.
+        max_bytes: a longer grammar is "" too.
     """
-    writer = _GrammarWriter(form, special_tokens or {}, json_options)
-    calls = [writer.add_call(name, schema) for name, schema in tools.items()]
+    writer = _GrammarWriter(form, special_tokens or {}, json_options, max_bytes)
+    try:
+        calls = [writer.add_call(name, schema) for name, schema in tools.items()]
+    except (NotInForm, LookupError, _TooLong):
+        return ""
     writer.rules["call"] = " | ".join(calls)
     writer.rules["start"] = writer.join_calls(max_calls, is_triggered)
-    return "\n".join(f"{name}: {rule}" for name, rule in sorted(writer.rules.items(), key=lambda r: r[0] != "start"))
+    rules = sorted(writer.rules.items(), key=lambda rule: rule[0] != "start")
+    grammar = "\n".join(f"{name}: {rule}" for name, rule in rules)
+    return grammar if max_bytes is None or len(grammar.encode()) <= max_bytes else ""
+
+
+class _TooLong(Exception):
+    """The schemas alone are longer than the grammar may be."""
 
 
 class _GrammarWriter:
     """Collects the rules of a grammar."""
 
-    def __init__(self, form: ToolForm, special_tokens: Mapping[str, int], options: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self,
+        form: ToolForm,
+        special_tokens: Mapping[str, int],
+        options: Mapping[str, Any] | None,
+        max_bytes: int | None,
+    ) -> None:
+        self._left = float("inf") if max_bytes is None else max_bytes
         self._form, self._special, self._options = form, special_tokens, options
         names = sorted((name for name in special_tokens if name), key=len, reverse=True)
         self._tokens = re.compile("|".join(map(re.escape, names)) or "(?!)")
@@ -121,31 +142,36 @@ class _GrammarWriter:
         return " ".join(slots.get(part) or self._text(part) for part in parts if part)
 
     def _add_parameters(self, schema: Mapping[str, Any]) -> str:
-        required = schema.get("required", ())
-        found = []
-        for key, part in _properties(schema):
+        found, types = [], TypeFinder(schema)
+        for key, part, is_required in list_arguments(schema):
             name = f"parameter_{len(self.rules)}"
             self.rules[name] = ""
-            values = [self._parameter(key, part, mark, kind, schema) for mark, kind in self._form.key_end_marks]
+            allowed = types.find(key)
+            values = [
+                self._parameter(self._form.key_begin + key + mark, kind, allowed, part, schema)
+                for mark, kind in self._form.key_end_marks
+            ]
             self.rules[name] = " | ".join(value for value in values if value)
-            found.append(name if key in required else f"{name}?")
+            found.append(name if is_required else f"{name}?")
         return " ".join(found)
 
-    def _parameter(self, key: str, part: Any, mark: str, kind: str, schema: Mapping[str, Any]) -> str:
-        """The rule of a parameter behind whose name a mark stands; "" if its schema does not fit the mark."""
-        form, types = self._form, find_types(schema, key)
+    def _parameter(
+        self, begin: str, kind: KeyKind, types: JsonTypes | None, part: Any, schema: Mapping[str, Any]
+    ) -> str:
+        """The rule of a parameter that begins with these marks; "" if its schema does not fit the kind of its value."""
+        form = self._form
         is_text = types is None or "string" in types
         if (kind == "text" and not is_text) or (kind == "json" and types == frozenset(("string",))):
             return ""
-        begin = self._text(form.key_begin + key + mark)
+        begin = self._text(begin)
         begin += f" ws {self._text(form.value_begin)}" if form.value_begin else ""
         values = part.get("enum") if isinstance(part, Mapping) else None
-        if kind != "json" and values and all(isinstance(value, str) for value in values):
+        if kind != "json" and isinstance(values, list) and values and all(isinstance(value, str) for value in values):
             options = " | ".join(quote(value) for value in values)
             return f"{begin} ws ({options}) ws {self._text(form.value_end)} ws"
         if is_text and kind != "json":
             return f"{begin} {self._text_rule()} ws"
-        return f"{begin} ws {self._json_rule(_with_definitions(part, schema))} ws {self._text(form.value_end)} ws"
+        return f"{begin} ws {self._json_rule(extract_part(part, schema))} ws {self._text(form.value_end)} ws"
 
     def _text_rule(self) -> str:
         """Any text up to the mark after a value, and the mark."""
@@ -159,15 +185,14 @@ class _GrammarWriter:
 
     def _add_keywords(self, schema: Mapping[str, Any]) -> str:
         """`key=value` in the order of the schema, with commas between those that are there."""
-        required = schema.get("required", ())
         first, later = '""', '""'  # what may follow without and with a keyword before
-        for key, part in reversed(_properties(schema)):
-            one = f"{quote(key + '=')} {self._json_rule(_with_definitions(part, schema))}"
+        for key, part, is_required in reversed(list_arguments(schema)):
+            one = f"{quote(key + '=')} {self._json_rule(extract_part(part, schema))}"
             name = f"keyword_{len(self.rules)}"
-            self.rules[name] = f"{one} {later}" + ("" if key in required else f" | {first}")
+            self.rules[name] = f"{one} {later}" + ("" if is_required else f" | {first}")
             first = name
             name = f"keyword_{len(self.rules)}"
-            self.rules[name] = f'", " {one} {later}' + ("" if key in required else f" | {later}")
+            self.rules[name] = f'", " {one} {later}' + ("" if is_required else f" | {later}")
             later = name
         return first
 
@@ -187,20 +212,12 @@ class _GrammarWriter:
         name = f"json_{len(self.rules)}"
         if self._options and isinstance(schema, Mapping):
             schema = {**schema, "x-guidance": dict(self._options)}
-        self.rules[name] = f"%json {json.dumps(schema)}"
+        text = json.dumps(schema)
+        self._left -= len(text)
+        if self._left < 0:
+            raise _TooLong
+        self.rules[name] = f"%json {text}"
         return name
-
-
-def _properties(schema: Mapping[str, Any]) -> Sequence[tuple[str, Any]]:
-    found = schema.get("properties")
-    return list(found.items()) if isinstance(found, Mapping) else []
-
-
-def _with_definitions(part: Any, schema: Mapping[str, Any]) -> Any:
-    """The schema of a parameter with the definitions that it may refer to."""
-    if not isinstance(part, Mapping):
-        return part
-    return {**{key: schema[key] for key in ("$defs", "definitions") if key in schema}, **part}
 
 
 def _escape(text: str) -> str:

@@ -9,7 +9,7 @@ from inferplane.dialogue.replies.calls import CallWriter
 from inferplane.dialogue.replies.forms import KeyKind, ToolForm
 from inferplane.dialogue.replies.json_calls import read_end
 from inferplane.dialogue.replies.reader import SPACE, Marks, NotACall, Steps, TextEnded, TextReader
-from inferplane.dialogue.replies.values import JsonTypes, convert_value, find_types, quote
+from inferplane.dialogue.replies.values import JsonTypes, TypeFinder, convert_value, quote
 
 MAX_KEY = 256
 """Most characters of a parameter's name."""
@@ -32,7 +32,7 @@ def read_parameter_calls(reader: TextReader, form: ToolForm, calls: CallWriter) 
         calls.announce(name)
         calls.begin()
         calls.write("{")
-        if not (yield from _read_parameters(reader, form, calls, calls.tools[name])):
+        if not (yield from _read_parameters(reader, form, calls, TypeFinder(calls.tools[name]))):
             return
         is_first = False
         if not form.begin:
@@ -40,7 +40,7 @@ def read_parameter_calls(reader: TextReader, form: ToolForm, calls: CallWriter) 
     yield from read_end(reader, form.end)
 
 
-def _read_parameters(reader: TextReader, form: ToolForm, calls: CallWriter, schema: Mapping[str, Any]) -> Steps[bool]:
+def _read_parameters(reader: TextReader, form: ToolForm, calls: CallWriter, finder: TypeFinder) -> Steps[bool]:
     """Read a call from behind its name. Returns whether another call may follow."""
     call_marks = Marks((form.key_begin, form.call_end, form.end))
     is_first = True
@@ -58,12 +58,12 @@ def _read_parameters(reader: TextReader, form: ToolForm, calls: CallWriter, sche
             calls.finish()
             return mark == form.call_end
         reader.stop_record()
-        yield from _read_parameter(reader, form, calls, schema, "" if is_first else ", ")
+        yield from _read_parameter(reader, form, calls, finder, "" if is_first else ", ")
         is_first = False
 
 
 def _read_parameter(
-    reader: TextReader, form: ToolForm, calls: CallWriter, schema: Mapping[str, Any], before: str
+    reader: TextReader, form: ToolForm, calls: CallWriter, finder: TypeFinder, before: str
 ) -> Steps[None]:
     kinds: Mapping[str, KeyKind] = dict(form.key_end_marks)
     reader.record()
@@ -75,7 +75,7 @@ def _read_parameter(
             calls.write(before + quote(key)[:-1])
         raise TextEnded
     calls.write(f"{before}{quote(key)}: ")
-    types = find_types(schema, key) if kinds[mark] == "schema" else None
+    types = finder.find(key) if kinds[mark] == "schema" else None
     is_text = kinds[mark] == "text" or types == frozenset(("string",))
     if form.value_begin:
         yield from reader.skip(SPACE)

@@ -7,10 +7,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from inferplane.dialogue.schema_refs import find_referenced
+
 JsonTypes = frozenset[str]
 """Types of JSON schemas."""
-MAX_REFS = 16
+MAX_DEPTH = 64
 """Most references and alternatives inside each other that are followed."""
+MAX_VISITS = 20_000
+"""Most schemas that are looked at for the types of one function's parameters; those of others count as not said."""
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
@@ -21,45 +25,65 @@ def quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def find_types(schema: Mapping[str, Any], key: str) -> JsonTypes | None:
-    """Return the types that a function's schema allows for a parameter; None if it does not say."""
-    properties = schema.get("properties")
-    found = properties.get(key) if isinstance(properties, Mapping) else None
-    return _types_of(found, schema, 0)
-
-
-def _types_of(schema: Any, root: Mapping[str, Any], depth: int) -> JsonTypes | None:
-    if not isinstance(schema, Mapping) or depth > MAX_REFS:
-        return None
-    if isinstance(schema.get("$ref"), str):
-        return _types_of(_resolve(schema["$ref"], root), root, depth + 1)
-    null = frozenset(("null",)) if schema.get("nullable") is True else frozenset()
-    given = schema.get("type")
-    if isinstance(given, str):
-        return frozenset((given,)) | null
-    if isinstance(given, list):
-        return frozenset(t for t in given if isinstance(t, str)) | null
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list):
-        return frozenset(_TYPES.get(type(value), "null") for value in values) | null
-    for keyword in ("anyOf", "oneOf"):
-        if isinstance(schema.get(keyword), list):
-            parts = [_types_of(part, root, depth + 1) for part in schema[keyword]]
-            known = [part for part in parts if part is not None]
-            return frozenset().union(*known) | null if len(known) == len(parts) else None
-    if isinstance(schema.get("allOf"), list):
-        parts = [_types_of(part, root, depth + 1) for part in schema["allOf"]]
-        return next((part for part in parts if part is not None), None)
-    return None
-
-
-def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
-    found: Any = root
-    if not reference.startswith("#"):
-        return None
-    for part in filter(None, reference[1:].split("/")):
-        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+def follow_ref(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what the reference at the top of a function's schema names; the schema itself if there is none."""
+    found, seen = schema, set[str]()
+    while isinstance(reference := found.get("$ref"), str) and reference not in seen:
+        seen.add(reference)
+        target = find_referenced(reference, schema)
+        if not isinstance(target, Mapping):
+            break
+        found = target
     return found
+
+
+class TypeFinder:
+    """Finds the types of a function's parameters.
+
+    Each reference is followed once, so that the time does not grow faster than the schema, whatever refers to what.
+
+    Args:
+        schema: JSON schema of the parameters.
+    """
+
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        self._root, self._visits = schema, 0
+        properties = follow_ref(schema).get("properties")
+        self._properties = properties if isinstance(properties, Mapping) else {}
+        self._referenced: dict[str, JsonTypes | None] = {}
+
+    def find(self, key: str) -> JsonTypes | None:
+        """Return the types that are allowed for a parameter; None if the schema does not say, or not plainly."""
+        return self._find(self._properties.get(key), 0)
+
+    def _find(self, schema: Any, depth: int) -> JsonTypes | None:
+        self._visits += 1
+        if not isinstance(schema, Mapping) or depth > MAX_DEPTH or self._visits > MAX_VISITS:
+            return None
+        reference = schema.get("$ref")
+        if isinstance(reference, str):
+            if reference not in self._referenced:
+                self._referenced[reference] = None  # what a reference to itself says
+                self._referenced[reference] = self._find(find_referenced(reference, self._root), depth + 1)
+            return self._referenced[reference]
+        null = frozenset(("null",)) if schema.get("nullable") is True else frozenset()
+        given = schema.get("type")
+        if isinstance(given, str):
+            return frozenset((given,)) | null
+        if isinstance(given, list):
+            return frozenset(t for t in given if isinstance(t, str)) | null
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(values, list):
+            return frozenset(_TYPES.get(type(value), "null") for value in values) | null
+        for keyword in ("anyOf", "oneOf"):
+            if isinstance(schema.get(keyword), list):
+                parts = [self._find(part, depth + 1) for part in schema[keyword]]
+                known = [part for part in parts if part is not None]
+                return frozenset().union(*known) | null if len(known) == len(parts) else None
+        if isinstance(schema.get("allOf"), list):
+            parts = [self._find(part, depth + 1) for part in schema["allOf"]]
+            return next((part for part in parts if part is not None), None)
+        return None
 
 
 def convert_value(text: str, types: JsonTypes | None) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from inferplane.dialogue.replies.calls import MAX_CALLS
 from inferplane.dialogue.replies.parser import Mode
-from inferplane.dialogue.schema_dialects import DATA, NAMES
+from inferplane.dialogue.schema_refs import rebase_refs
 from inferplane.serving.chat.custom_input import input_schema
 from inferplane.serving.chat.request import (
     AllowedTools,
@@ -157,23 +157,5 @@ def _schema_of_calls(tools: Mapping[str, Mapping[str, Any]], most: int) -> dict[
         }
         for i, name in enumerate(tools)
     ]
-    schemas = {str(i): _rebase_refs(schema, f"#/$defs/{i}") for i, schema in enumerate(tools.values())}
+    schemas = {str(i): rebase_refs(schema, f"#/$defs/{i}") for i, schema in enumerate(tools.values())}
     return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "maxItems": most, "$defs": schemas}
-
-
-def _rebase_refs(schema: Any, to: str) -> Any:
-    """Return a schema for use inside another: its references to itself begin with `to`, a JSON pointer with "#"."""
-    if isinstance(schema, list):
-        return [_rebase_refs(item, to) for item in schema]
-    # A schema with an id of its own resolves its references by that id, wherever it is.
-    if not isinstance(schema, Mapping) or not str(schema.get("$id", "#")).startswith("#"):
-        return schema
-    out: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
-            out[key] = to + value[1:]
-        elif key in NAMES and isinstance(value, Mapping):
-            out[key] = {name: _rebase_refs(part, to) for name, part in value.items()}
-        else:
-            out[key] = value if key in DATA else _rebase_refs(value, to)
-    return out

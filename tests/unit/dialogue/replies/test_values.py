@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from inferplane.dialogue.replies.values import convert_value, find_types
+from inferplane.dialogue.replies.values import TypeFinder, convert_value
 from tests.unit.dialogue.replies.goldens import NAMED, parse, summarize
 
 SCHEMAS = {
@@ -51,7 +51,7 @@ SCHEMA = {"properties": SCHEMAS, "$defs": {"Name": {"type": "string"}}}
     ],
 )
 def test_values_are_what_the_schema_says(key, text, value):
-    assert json.loads(convert_value(text, find_types(SCHEMA, key))) == value
+    assert json.loads(convert_value(text, TypeFinder(SCHEMA).find(key))) == value
     reply = f"<tool_call>f<arg_key>{key}</arg_key><arg_value>{text}</arg_value></tool_call>"
     (call,) = summarize(parse(NAMED["glm45"], list(reply), {"f": SCHEMA}), "glm45", reply).calls
     assert call == ("f", {key: value})

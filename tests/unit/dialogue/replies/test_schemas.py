@@ -1,0 +1,122 @@
+"""Grammars of calls to functions with schemas of all kinds: none hangs, grows without end, or forbids what is right."""
+
+from __future__ import annotations
+
+import pytest
+
+from inferplane.dialogue.replies import tables
+from inferplane.dialogue.replies.grammar import make_call_grammar
+from inferplane.dialogue.replies.values import TypeFinder
+from inferplane.dialogue.schema_refs import find_referenced
+from tests.unit.dialogue.replies.goldens import NAMED, parse, summarize
+from tests.unit.dialogue.replies.test_grammar import accepts
+
+A, NAME = {"$ref": "#/$defs/A"}, {"type": "string"}
+ONE_BY_ONE = (tables.GLM_CALLS, tables.QWEN_CODER_CALLS, tables.DSML_CALLS, tables.LFM_CALLS)
+
+
+def make(form, schema, **options):
+    return make_call_grammar(form, {"f": schema}, is_triggered=True, **options)
+
+
+@pytest.mark.parametrize("keyword", ["anyOf", "oneOf", "allOf"])
+def test_schemas_that_refer_to_themselves_many_times_are_looked_at_once(keyword):
+    finder = TypeFinder({"properties": {"x": A}, "$defs": {"A": {keyword: [A] * 40}}})
+    assert finder.find("x") is None
+    chain = {str(i): {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}] * 40} for i in range(20)} | {"20": NAME}
+    finder = TypeFinder({"properties": {"x": {"$ref": "#/$defs/0"}}, "$defs": chain})
+    assert finder.find("x") == {"string"}
+
+
+@pytest.mark.parametrize("form", [tables.GLM_CALLS, tables.LFM_CALLS])
+def test_a_grammar_has_the_definitions_that_are_reached_and_ends_where_it_is_too_long(form):
+    numbers = {f"p{i}": {"type": "integer"} for i in range(50)}
+    definitions = {f"d{i}": {"type": "integer", "description": "much " * 9} for i in range(500)}
+    assert len(make(form, {"properties": numbers, "$defs": definitions})) < 20_000
+    numbers["p7"] = {"$ref": "#/$defs/d3"}
+    definitions["d3"] = {"allOf": [{"$ref": "#/$defs/d4"}, {"$ref": "#/$defs/d3"}]}
+    grammar = make(form, {"properties": numbers, "$defs": definitions})
+    assert '"d3"' in grammar and '"d4"' in grammar and '"d5"' not in grammar
+    definitions["d3"] = {"allOf": [{"type": "integer"}, *({"$ref": f"#/$defs/d{i}"} for i in range(500))]}
+    numbers = {f"p{i}": {"$ref": "#/$defs/d3"} for i in range(50)}
+    assert make(form, {"properties": numbers, "$defs": definitions}, max_bytes=60_000) == ""
+
+
+@pytest.mark.parametrize("required", [None, True, 5, "x", {"x": 1}, [["x"]]])
+def test_what_is_no_list_demands_nothing(required):
+    schema = {"properties": {"x": {"type": "integer"}, "y": {"type": "string", "enum": 5}}, "required": required}
+    assert accepts(make(tables.GLM_CALLS, schema), "f</tool_call>")
+    assert make(tables.LFM_CALLS, {**schema, "properties": {"x": {}}})
+
+
+@pytest.mark.parametrize("form", ONE_BY_ONE)
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object"},
+        {"type": "object", "additionalProperties": True},
+        {"properties": {}, "additionalProperties": NAME},
+        {"properties": {}, "patternProperties": {"^a": NAME}},
+        {"properties": {}, "anyOf": [{"properties": {"x": NAME}}]},
+        {"properties": {}, "required": ["x"]},
+        {"$ref": "#/$defs/no"},
+        {"$ref": "#"},
+        {**A, "properties": {"y": NAME}, "$defs": {"A": {"properties": {"x": NAME}}}},
+    ],
+)
+def test_arguments_that_are_not_listed_have_no_grammar(form, schema):
+    assert make(form, schema) == ""
+
+
+@pytest.mark.parametrize("form", ONE_BY_ONE)
+def test_parts_that_are_not_there_have_no_grammar(form):
+    assert make(form, {"properties": {"x": {"type": "array", "items": {"$ref": "https://a.b/c"}}}}) == ""
+
+
+GLM_CALL = "f\n<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"
+
+
+def test_arguments_behind_a_reference():
+    target = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    schema = {"type": "object", **A, "$defs": {"A": target}}
+    grammar = make(tables.GLM_CALLS, schema)
+    assert accepts(grammar, GLM_CALL.format("x", "5")) and not accepts(grammar, GLM_CALL.format("x", "five"))
+    assert not accepts(grammar, "f\n</tool_call>")
+    reply = "<tool_call>" + GLM_CALL.format("x", "5")
+    assert summarize(parse(NAMED["glm45"], [reply], {"f": schema}), "glm45", reply).calls == (("f", {"x": 5}),)
+
+
+@pytest.mark.parametrize("pointer", ["#/properties/q", "#/properties/%71", "#/$defs/a~1b", "#/properties/r/anyOf/0"])
+def test_references_inside_of_an_argument(pointer):
+    kids = {"type": "array", "items": {"$ref": pointer}}
+    properties = {"q": {"type": "integer"}, "r": {"anyOf": [{"type": "integer"}]}, "kids": kids}
+    grammar = make(tables.GLM_CALLS, {"properties": properties, "$defs": {"a/b": {"type": "integer"}}})
+    assert accepts(grammar, GLM_CALL.format("kids", "[1, 2]"))
+    assert not accepts(grammar, GLM_CALL.format("kids", '["a"]'))
+
+
+def test_arguments_that_are_like_the_whole():
+    schema = {"type": "object", "properties": {"kids": {"type": "array", "items": {"$ref": "#"}}}}
+    schema["additionalProperties"] = False
+    for form, text in (
+        (tables.GLM_CALLS, GLM_CALL.format("kids", "{}")),
+        (tables.LFM_CALLS, "[f(kids={})]<|tool_call_end|>"),
+    ):
+        grammar = make(form, schema)
+        assert accepts(grammar, text.replace("{}", '[{"kids": []}]'))
+        assert not accepts(grammar, text.replace("{}", '[{"kin": []}]'))
+
+
+def test_what_a_reference_names():
+    root = {"$defs": {"a b": [{"c": 1}]}}
+    assert find_referenced("#", root) is root
+    assert find_referenced("#/$defs/a%20b/0/c", root) == 1
+    for wrong in ("#a", "b.json#/$defs", "#/$defs/a%20b/1", "#/$defs/a%20b/0/c/d", "#/$defs/a%20b/x", "#" + "/a" * 999):
+        assert find_referenced(wrong, root) is None
+
+
+@pytest.mark.parametrize("form", ONE_BY_ONE)
+def test_an_argument_that_is_never_right_is_left_out(form):
+    grammar = make(form, {"properties": {"x": {"type": "integer"}, "y": False}})
+    assert '"y' not in grammar and "x" in grammar
+    assert make(form, {"properties": {"y": False}, "required": ["y"]}) == ""
