@@ -134,13 +134,13 @@ class SamplingParams:
             of at most 64 KiB.
         regex: the whole text matches this regular expression (Rust's syntax), at most 4 KiB.
         grammar: the text belongs to this context-free grammar (llguidance's dialect of Lark), at most 64 KiB.
+        timeout_s: seconds from arrival after which the request is ended; None waits for ever.
         reasoning: how the model writes its thought before the answer: a `ReasoningSpan`, or a mapping of its fields.
             Its tokens are counted, it may be limited, and a constraint begins after it. None: all text is answer.
         structural_tags: parts of the text that belong to a grammar from a trigger on, such as calls of tools: each a
             `StructuralTag`, or a mapping of its fields; at most 64. Held as a tuple.
         visible_tokens: special tokens, as the tokenizer spells them, that stay in the text; others are left out of it.
             Those that the tokenizer does not have change nothing. At most 256. Held as a tuple.
-        timeout_s: seconds from arrival after which the request is ended; None waits for ever.
 
     Raises:
         UsageError: a value lies outside its range, or more than one of json_schema, regex, grammar and structural_tags
@@ -168,10 +168,10 @@ class SamplingParams:
     json_schema: str | Mapping[str, Any] | None = None
     regex: str | None = None
     grammar: str | None = None
+    timeout_s: float | None = None
     reasoning: ReasoningSpan | None = None
     structural_tags: Sequence[StructuralTag] = ()
     visible_tokens: str | Sequence[str] = ()
-    timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         for name, convert in _CONVERTED:
