@@ -126,6 +126,18 @@ def test_async_engines_count_alike(llm, folder, process):
     assert pieces[-1].reasoning_tokens == expected.reasoning_tokens == pieces[-1].timings.reasoning_tokens > 7
 
 
+def test_stop_strings_count_behind_the_thought(llm):
+    forced = "\n</think>\n\n"
+    params = {**SPAN, "max_tokens": 3, "forced_end": forced}
+    options = {"reasoning": params, "regex": "Yes[.]\n\nNo[.]", "max_tokens": 60, "ignore_eos": False}
+    whole, cut = one(llm, PROMPT, **options), one(llm, PROMPT, stop="\n\n", **options)
+    assert whole.text.partition(forced)[2] == "Yes.\n\nNo."
+    assert cut.text == whole.text.removesuffix("\n\nNo.") and cut.finish_reason == "stop"
+    assert (
+        "".join(p.text for p in llm.stream(PROMPT, SamplingParams(stop="\n\n", temperature=0, **options))) == cut.text
+    )
+
+
 def test_an_end_token_that_is_visible(llm):
     (call,) = llm.tokenizer.find_ids(["<|call|>"])
     options = {"stop_token_ids": [call], "logit_bias": {call: 100.0}, "max_tokens": 3}

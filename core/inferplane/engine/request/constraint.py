@@ -33,6 +33,11 @@ class Constraint(ABC):
         return 0
 
     @property
+    def can_begin_thought(self) -> bool:
+        """Whether the text so far may yet turn out to begin a thought."""
+        return False
+
+    @property
     @abstractmethod
     def complete(self) -> bool:
         """Whether the text so far satisfies the constraint."""

@@ -12,7 +12,7 @@ from inferplane.engine.request.history import History
 from inferplane.engine.request.params import SamplingParams
 from inferplane.engine.request.results import Delta, FinishReason, Result, Timings, TokenLogprob
 from inferplane.engine.request.seeds import as_int64, fresh_seed
-from inferplane.engine.request.text import Detokenizer
+from inferplane.engine.request.text import Detokenizer, Part
 from inferplane.errors import GenerationError, InferplaneError, place_of, sentence, warn
 from inferplane.types.state import StateSlots
 
@@ -175,8 +175,16 @@ class Request:
         """
         ended = token in self.end_ids or (self.constraint is not None and self.constraint.ended)
         if self.text is not None and (not ended or token in self.text.visible):
-            ended = self.text.push([token]) or ended
+            ended = self.text.push([token], self._part_of_newest()) or ended
         return ended
+
+    def _part_of_newest(self) -> Part:
+        """What of the text the newest token belongs to; its constraint has accepted it."""
+        if self.constraint is None:
+            return "answer"
+        if self.constraint.can_begin_thought:
+            return "begin"
+        return "thought" if len(self.generated) <= self.constraint.reasoning_tokens else "answer"
 
     def record_error(self, error: Exception) -> str:
         """Keep the place where a plugin raised the exception; returns the exception in words."""

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from inferplane.dialogue.template import Template
 from inferplane.engine.request.tokenizer_loading import load_tokenizer, no_vocabulary
@@ -42,6 +42,8 @@ MAX_HELD_CHARACTERS = 4 * CHARACTER_BYTES
 """Maximum number of replacement characters that are held back; of more, all but the last few become text."""
 WINDOW_TOKENS, MIN_WINDOW_TOKENS = 32, 16
 """A window of more than `WINDOW_TOKENS` tokens is shortened to its last `MIN_WINDOW_TOKENS`."""
+Part = Literal["begin", "thought", "answer"]
+"""What of a text a token belongs to: what may yet begin a thought, the thought with its marks, or the answer."""
 
 
 class Tokenizer:
@@ -240,7 +242,8 @@ class Detokenizer:
 
     Args:
         tokenizer: decodes.
-        stop: strings that end the text; text that might begin one is held back.
+        stop: strings that end the text; text that might begin one is held back. They count in the answer alone, behind
+            the white space that follows a thought.
         prompt: the tokens before; only the last few are looked at, and they are no part of the text.
         visible: special tokens that stay in the text.
     """
@@ -265,16 +268,27 @@ class Detokenizer:
         self.text = ""
         self.sent = 0
         self.stopped = False
+        self._part: Part = "answer"
+        self._answer_start = 0  # of `text`, where stop strings begin to count
+        self._searched = 0  # no stop string ends before this
+        self._is_after_thought = False  # and behind white space at most
         self._seen = self._text_of(self.ids)  # of the window's text, what was taken or is the prompt's
 
-    def push(self, ids: Sequence[int]) -> bool:
+    def push(self, ids: Sequence[int], part: Part = "answer") -> bool:
         """Append new tokens and decode them into `text`; returns whether the text now holds a stop string, before which
         it is then truncated. After that, further tokens are ignored.
+
+        Args:
+            ids: the tokens.
+            part: what of the text they belong to.
         """
+        self._part = part
         for one in ids:  # several at a time could skip the moment in which a character is whole
             if not self.stopped:
                 self.ids.append(one)
                 self._decode()
+                if self.stop:
+                    self._find_stop()
         return self.stopped
 
     def _decode(self, *, end: bool = False) -> None:
@@ -291,7 +305,7 @@ class Detokenizer:
         if len(after) - settled > max_held:
             settled = len(after) - CHARACTER_BYTES
         if settled > begin:
-            self._append(after[begin:settled])
+            self.text += after[begin:settled]
             self._seen = after[:settled]
         if len(self.ids) > WINDOW_TOKENS:
             self._shorten_window(after)
@@ -316,13 +330,18 @@ class Detokenizer:
                 return
         self.ids, self._seen = self.ids[-count:], now[: len(now) - len(held)]
 
-    def _append(self, piece: str) -> None:
-        """Append text to `text`; if that completes a stop string, truncate `text` before the first one and set
-        `stopped`.
-        """
-        start = max(0, len(self.text) - max((len(s) for s in self.stop), default=0))
-        self.text += piece
+    def _find_stop(self, *, end: bool = False) -> None:
+        """If the answer holds a stop string, truncate `text` before the first one and set `stopped`."""
+        if self._part == "thought":
+            self._answer_start, self._is_after_thought = len(self.text), True
+        if self._part == "thought" or (self._part == "begin" and not end):
+            return
+        if self._is_after_thought:
+            self._answer_start = len(self.text) - len(self.text[self._answer_start :].lstrip())
+            self._is_after_thought = self._answer_start == len(self.text)
+        start = max(self._answer_start, self._searched - max(map(len, self.stop)))
         found = [at for at in (self.text.find(s, start) for s in self.stop) if at >= 0]
+        self._searched = len(self.text)
         if found:
             self.text, self.stopped = self.text[: min(found)], True
 
@@ -332,9 +351,12 @@ class Detokenizer:
         """
         if end and not self.stopped:
             self._decode(end=True)
+            if self.stop:
+                self._find_stop(end=True)
         upto = len(self.text)
-        if not end and not self.stopped:
-            hold = (n for s in self.stop for n in range(min(len(s) - 1, upto), 0, -1) if self.text.endswith(s[:n]))
-            upto -= max(hold, default=0)
+        if self.stop and not end and not self.stopped:
+            most = upto - self._answer_start
+            hold = (n for s in self.stop for n in range(min(len(s) - 1, most), 0, -1) if self.text.endswith(s[:n]))
+            upto = self.sent if self._part == "begin" else upto - max(hold, default=0)
         piece, self.sent = self.text[self.sent : upto], max(self.sent, upto)
         return piece

@@ -205,6 +205,10 @@ class ReasoningConstraint(SpanConstraint[_Thought]):
     def reasoning_tokens(self) -> int:
         return 0 if self._place.phase == "begin" else self._place.tokens
 
+    @property
+    def can_begin_thought(self) -> bool:
+        return self._place.phase == "begin"
+
     def is_free(self, count: int) -> bool:
         phase, _, inner, _, inside = self._place
         if phase == "answer":
