@@ -19,8 +19,9 @@ from inferplane.errors import UsageError, sentence
 Messages = Sequence[Mapping[str, Any]]
 _NO_CONTENT = re.compile(r"content['\"]?\]? is (not )?none")
 _WORD = re.compile(r"\w+")
-_INSIDE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
-_QUOTED = re.compile(r"'[^'\\]*(?:\\.[^'\\]*)*'|\"[^\"\\]*(?:\\.[^\"\\]*)*\"", re.DOTALL)
+_OPENING, _CLOSING = re.compile(r"\{[{%]"), re.compile(r"[%}]\}")
+_QUOTED = re.compile(r"'[^'\\]*(?:\\.?[^'\\]*)*(?:'|\Z)|\"[^\"\\]*(?:\\.?[^\"\\]*)*(?:\"|\Z)", re.DOTALL)
+"""Texts in quotes. One that is never closed goes on to the end, so that the time grows by the length alone."""
 _WHOLE = re.compile(r"\bmessages?\s*\|\s*tojson|\bmessage\.(?:items|keys|values)\b|\bmessage\s*\|\s*items")
 SWITCHES = ("enable_thinking", "thinking")
 """Variables by which templates turn the thought on and off; a template reads one of them."""
@@ -76,7 +77,7 @@ class Template:
     @cached_property
     def _expressions(self) -> str:
         """What is between its braces, without texts in quotes."""
-        return "\n".join(_QUOTED.sub("''", inside) for inside in _INSIDE.findall(self._text))
+        return "\n".join(_QUOTED.sub("''", inside) for inside in _find_inside(self._text))
 
     @property
     def _text(self) -> str:
@@ -128,6 +129,14 @@ class Template:
                     raise UsageError(error.message) from error
                 refusal = refusal or error.message
         raise UsageError(describe_refusal(refusal))
+
+
+def _find_inside(text: str) -> Iterator[str]:
+    """Yield what is between a template's braces, in a time that grows by its length alone."""
+    at = 0
+    while (opening := _OPENING.search(text, at)) and (closing := _CLOSING.search(text, opening.end())):
+        yield text[opening.end() : closing.start()]
+        at = closing.end()
 
 
 def describe_refusal(why: str) -> str:

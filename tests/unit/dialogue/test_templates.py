@@ -150,3 +150,31 @@ def test_most_conversations_have_one_form():
     template = Template("x", {})
     assert len(list(forms(template, normalize_messages([{"role": "user", "content": "x"}])))) == 1
     assert len(list(forms(template, history("{}", ids=("aB3456789",))))) == 2
+
+
+@pytest.mark.parametrize("end", ["", "}}"])
+@pytest.mark.parametrize("piece", ["{{", "{%", "'\\", '"\\', "\\'", "'{{", "{{'", "\\'\\\""])
+def test_braces_and_quotes_that_never_close_are_read_once(piece, end):
+    """If each of them were followed to the end of a text that a request brings, this would take minutes."""
+    text = "{{ x }}{{ " + piece * (2**18 // len(piece)) + end
+    template = Template(text, TOKENS)
+    assert template.reads_variable("x") and not template.reads_variable("y")
+
+
+@pytest.mark.parametrize(
+    ("source", "is_read"),
+    [
+        ("{{ x }}", True),
+        ("{% if x is defined %}", True),
+        ("{{ 'x' }}", False),
+        ('{{ "a\\"x" }}', False),
+        ("{{ 'it''s' ~ x }}", True),
+        ("x {{ y }} x", False),
+        ("{{ y.x }}", False),
+        ("{{ y }}{{ x", False),
+        ('{{ "it\'s" }} x {{ x }}', True),
+        ("{{ 'a }} x", False),
+    ],
+)
+def test_which_variables_are_read(source, is_read):
+    assert Template(source, TOKENS).reads_variable("x") is is_read
