@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from argparse import Namespace
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from inferplane import AsyncLLM, SamplingParams
 from inferplane.cli.screen import Screen
 from inferplane.cli.signals import Interrupt
 from inferplane.cli.verbs.chat import Conversation
+from inferplane.dialogue.replies.catalog import FORMS
 from inferplane.engine.clients.chat import ChatReader
 from inferplane.engine.request.results import Delta, Result, Timings
 from inferplane.errors import UsageError
@@ -79,6 +81,15 @@ def test_a_message_is_continued(llm):
     assert llm.tokenizer._inner.decode(plan.prompt).endswith("<assistant>Once upon ") and not plan.reasoning_is_open
 
 
+def test_each_call_has_an_id_of_its_own(llm):
+    kimi = next(form for form in FORMS if form.name == "kimi_k2")
+    plan = replace(llm.plan_chat(HELLO, PARAMS, tools=[TOOL]), form=kimi, reasoning_is_open=False)
+    call = "<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    text = f"<|tool_calls_section_begin|>{call}{call}<|tool_calls_section_end|>"
+    result = plan.finish(Result(text, [], "stop", Timings(0, 0, 0, 0, 0), []))
+    assert [c["id"] for c in result.tool_calls] == ["functions.add:0", "functions.add:1"]
+
+
 def test_another_template(llm):
     result = llm.chat(HELLO, PARAMS, chat_template="{{ messages[0].content }}!")
     assert result.prompt_token_ids == llm.tokenizer.encode("Hello!", special=False)
@@ -121,6 +132,7 @@ def test_calls_of_tools(llm):
         ({"tool_choice": "required"}, "tool_choice = 'required'"),
         ({"tools": [{"name": "add"}]}, r"tools\[0\] = "),
         ({"chat_template_kwargs": {"messages": []}}, "cannot set messages"),
+        ({"chat_template_kwargs": [1]}, r"chat_template_kwargs = \[1\]"),
         ({"tool": [TOOL]}, "LLM.chat takes no tool"),
         ({"max_tokens": 3}, "LLM.chat takes no max_tokens"),
         ({"chat_template": "{{ messages[0].content }}", "thinking": True}, "does not read it"),

@@ -26,6 +26,35 @@ def make_call_id(id_form: str, name: str, index: int) -> str:
     return id_form.format(name=name, index=index)
 
 
+class CallIds:
+    """Chooses an id for each call of one reply, different from those of the calls before it.
+
+    Args:
+        id_form: as of `make_call_id`.
+        num_earlier_calls: calls in the conversation before the reply.
+    """
+
+    def __init__(self, id_form: str, num_earlier_calls: int) -> None:
+        self._id_form, self._num_earlier_calls = id_form, num_earlier_calls
+        self._chosen: set[str] = set()
+
+    def choose(self, own_id: str, name: str, index: int) -> str:
+        """Return the id of a call.
+
+        Args:
+            own_id: the id in the text; "": there is none.
+            name: of the function.
+            index: number of the call in the reply.
+        """
+        found = own_id
+        if not found or found in self._chosen:
+            found = make_call_id(self._id_form, name, self._num_earlier_calls + index)
+        while found in self._chosen:
+            found = new_call_id()
+        self._chosen.add(found)
+        return found
+
+
 def describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
     """Describe tools in text, for models whose chat template does not support tools."""
     listed = "\n".join(json.dumps(t["function"], ensure_ascii=False) for t in tools)

@@ -20,7 +20,7 @@ from inferplane.dialogue.replies.forms import ReasoningForm, ReplyForm
 from inferplane.dialogue.replies.opening import is_reasoning_open, is_reasoning_over
 from inferplane.dialogue.replies.parser import ReplyParser
 from inferplane.dialogue.template import RESERVED, SWITCHES, Template
-from inferplane.dialogue.tools import make_call_id
+from inferplane.dialogue.tools import CallIds
 from inferplane.engine.request.arguments import as_bool, as_integer, as_sampling_params
 from inferplane.engine.request.fields import MAX_COUNT, ReasoningSpan
 from inferplane.engine.request.params import SamplingParams, unknown_keyword
@@ -66,7 +66,11 @@ class ChatOptions:
                 there_is=", ".join(map(repr, TOOL_CHOICES)),
                 remedy="to force a call, constrain the text by json_schema, or use the server",
             )
-        for name in self.chat_template_kwargs or {}:
+        variables = self.chat_template_kwargs
+        if variables is not None and not isinstance(variables, Mapping):
+            what = f"chat_template_kwargs = {short(variables)}."
+            raise UsageError(what, there_is="a mapping of the template's variables by name")
+        for name in variables or {}:
             if name in RESERVED:
                 raise UsageError(f"chat_template_kwargs cannot set {name}.", remedy="see ChatOptions for what can")
 
@@ -168,6 +172,8 @@ class ChatReader:
         mode: Any = "auto" if plan.tools else "none"
         options = {"reasoning_is_open": plan.reasoning_is_open, "mode": mode}
         self._parser = ReplyParser(plan.form, plan.tools, **options) if has_parts else None
+        id_form = plan.form.tools[0].id_form if plan.form.tools else ""
+        self._ids = CallIds(id_form, plan.num_earlier_calls)
 
     def feed(self, text: str) -> ChatDelta:
         """Add text; returns the parts that are certain, as a piece without tokens."""
@@ -195,7 +201,7 @@ class ChatReader:
             if isinstance(event, Reasoning):
                 reasoning += event.text
             elif isinstance(event, CallStart):
-                own = event.id or self._make_id(event)
+                own = self._ids.choose(event.id, event.name, event.index)
                 function = {"name": event.name, "arguments": ""}
                 calls.append({"index": event.index, "id": own, "type": "function", "function": function})
             elif isinstance(event, Arguments):
@@ -203,10 +209,6 @@ class ChatReader:
             else:
                 text += event.text
         return ChatDelta(text, [], reasoning=reasoning, tool_calls=calls)
-
-    def _make_id(self, event: CallStart) -> str:
-        form = self._plan.form.tools[0].id_form if self._plan.form.tools else ""
-        return make_call_id(form, event.name, self._plan.num_earlier_calls + event.index)
 
 
 @dataclass(frozen=True)
@@ -241,7 +243,8 @@ class ChatModel:
         text = truncate_at_mark(text, mark)
         is_open = is_reasoning_open(form, text, conversation, bool(mark))
         if not (params.needs_grammar and is_reasoning_over(form, text)) and params.reasoning is None:
-            span = make_span(form, is_open, options.thinking_token_budget, bool(params.constraint))
+            budget, is_constrained = options.thinking_token_budget, bool(params.constraint)
+            span = make_span(form, is_open, budget, is_constrained=is_constrained, has_calls=bool(tools))
             params = replace(params, reasoning=span)
         if options.thinking_token_budget is not None and form.reasoning is None:
             raise UsageError(
@@ -257,7 +260,12 @@ class ChatModel:
 
 
 def make_span(
-    form: ReplyForm, is_open: bool, max_tokens: int | None = None, is_constrained: bool = False
+    form: ReplyForm,
+    is_open: bool,
+    max_tokens: int | None = None,
+    *,
+    is_constrained: bool = False,
+    has_calls: bool = False,
 ) -> ReasoningSpan | None:
     """The marks of a model's thought for the engine; None if it is not known to think.
 
@@ -265,16 +273,22 @@ def make_span(
         form: how the model writes.
         is_open: the prompt has begun the thought.
         max_tokens: most tokens of it; None: any number.
-        is_constrained: a constraint follows the thought.
+        is_constrained: a constraint of the answer follows the thought.
+        has_calls: calls in the model's own form may follow it.
     """
     reasoning = form.reasoning
     if reasoning is None:
         return None
-    end_marks, begin_marks = reasoning.end_marks, reasoning.begin_marks
+    end_marks, begin_marks, forced_end = reasoning.end_marks, reasoning.begin_marks, reasoning.forced_end
     if form.uses_channels and is_constrained:  # the answer is in a message of its own, after others
-        end_marks, begin_marks, is_open = _answer_headers(reasoning), (), True
+        end_marks, begin_marks = _answer_headers(reasoning), ()
+        if max_tokens == 0 and not is_open:  # no message has begun that could be ended
+            forced_end = end_marks[0]
+        is_open = True
+    elif form.uses_channels and has_calls:  # which are in messages of their own, that begin with their headers
+        forced_end = reasoning.end
     return ReasoningSpan(
-        end=end_marks, begin=begin_marks, is_open=is_open, max_tokens=max_tokens, forced_end=reasoning.forced_end
+        end=end_marks, begin=begin_marks, is_open=is_open, max_tokens=max_tokens, forced_end=forced_end
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from inferplane.dialogue.replies.forms import ReplyForm
 from inferplane.dialogue.replies.opening import is_reasoning_open, is_reasoning_over
 from inferplane.dialogue.tools import describe_tools
 from inferplane.serving.admission import GenerateCall
-from inferplane.serving.chat.call_rules import demand_calls, tag_calls
+from inferplane.serving.chat.call_rules import demand_calls, list_unenforced, tag_calls
 from inferplane.serving.chat.reply import ReplyPlan
 from inferplane.serving.chat.request import ChatRequest, Tool
 from inferplane.serving.chat.thinking import list_visible_tokens, make_span
@@ -53,25 +54,37 @@ async def build_call(request: ChatRequest, model: ServedModel, tools: ToolPlan) 
     async with model.use_template(request.chat_template) as template:
         facts = template.facts if template is not None else None
         form = model.reply_form(facts)
-        variables = request.template_variables(facts, form.reasoning is not None)
+        variables = request.template_variables(facts, form)
         given = request.tools if tools.mode != "none" else None
         text = await render_messages(request.messages, given, template, variables)
     is_open = is_reasoning_open(form, text, request.messages, bool(variables.mark))
     own = None
     if tools.is_forced and model.can_constrain and facts is not None and facts.supports_tools:  # else JSON is described
-        own = demand_calls(form, tools, model.special_tokens)
-    plan = _plan_reply(request, tools, form, is_open, is_generic=tools.is_forced and own is None)
+        own = await asyncio.to_thread(demand_calls, form, tools, model.special_tokens)
+    is_generic = tools.is_forced and own is None
+    plan = _plan_reply(request, tools, form, is_open, is_generic=is_generic)
     if tools.is_forced:
         constraint = own or tools.constraint()
     if tools.mode != "none":
         ignored += [f"tools.{keyword}" for keyword in tools.not_enforced]
     tags: Sequence[StructuralTag] = ()
     if tools.mode == "auto" and not constraint and model.can_constrain:
-        tags = tag_calls(form, tools, model.special_tokens)
+        tags = await asyncio.to_thread(tag_calls, form, tools, model.special_tokens)
+    if tools.mode == "auto" and not tags and (tools.is_strict or (model.can_constrain and not constraint)):
+        ignored += list_unenforced(form, tools)
     sampling.update({"structural_tags": tags} if tags else constraint)
-    span = make_span(plan.form, plan.reasoning_is_open, request.budget(), bool(constraint) and own is None)
-    if span is not None and not ((constraint or tags) and is_reasoning_over(form, text)):
-        sampling["reasoning"] = span
+    if is_generic and form.uses_channels and form.reasoning is not None:  # there is no thought before JSON alone
+        ignored += [name for most, name in [request.budget()] if most is not None]
+    else:
+        span = make_span(
+            form,
+            is_open,
+            request.budget(),
+            is_constrained=bool(constraint) and own is None,
+            has_calls=bool(own or tags),
+        )
+        if span is not None and not ((constraint or tags) and is_reasoning_over(form, text)):
+            sampling["reasoning"] = span
     if visible := list_visible_tokens(form, has_calls=tools.mode != "none"):
         sampling["visible_tokens"] = visible
     call = GenerateCall(
@@ -94,7 +107,8 @@ def _plan_reply(
     request: ChatRequest, tools: ToolPlan, form: ReplyForm, is_open: bool, *, is_generic: bool
 ) -> ReplyPlan:
     id_form = form.tools[0].id_form if form.tools else ""
-    if request.separate_reasoning is False:
+    is_content = request.separate_reasoning is False
+    if is_content and not tools.is_forced:  # else the thought has to be known from the call
         form, is_open = replace(form, reasoning=None), False
     if is_generic:
         form = choose_form(form, tools=GENERIC)
@@ -105,6 +119,7 @@ def _plan_reply(
         form=form,
         reasoning_is_open=is_open,
         shows_reasoning=request.include_reasoning is not False,
+        is_reasoning_content=is_content,
         is_bare=is_generic and tools.mode == "named",
         id_form=id_form,
         num_earlier_calls=sum(len(message.get("tool_calls") or ()) for message in request.messages),

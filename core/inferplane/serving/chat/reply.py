@@ -9,7 +9,7 @@ from typing import Any
 from inferplane.dialogue.replies.events import Arguments, CallStart, Content, Event, Reasoning
 from inferplane.dialogue.replies.forms import ReplyForm
 from inferplane.dialogue.replies.parser import ReplyParser
-from inferplane.dialogue.tools import make_call_id
+from inferplane.dialogue.tools import CallIds
 from inferplane.serving.chat.custom_input import InputReader
 from inferplane.serving.chat.tools import ToolPlan
 
@@ -26,6 +26,7 @@ class ReplyPlan:
         form: how the model writes thoughts and calls.
         reasoning_is_open: the prompt has begun the thought.
         shows_reasoning: the answer has the thought, too.
+        is_reasoning_content: the thought is part of the content.
         is_bare: the text after the thought is what a named tool is called with, without marks.
         id_form: ids of the model's calls, with the slots `{name}` and `{index}`; "": they have none.
         num_earlier_calls: calls in the conversation, which such ids count, too.
@@ -35,6 +36,7 @@ class ReplyPlan:
     form: ReplyForm
     reasoning_is_open: bool = False
     shows_reasoning: bool = True
+    is_reasoning_content: bool = False
     is_bare: bool = False
     id_form: str = ""
     num_earlier_calls: int = 0
@@ -47,7 +49,7 @@ class ReplyPlan:
     @property
     def has_reasoning(self) -> bool:
         """Answers have a place for a thought."""
-        return self.form.reasoning is not None and self.shows_reasoning
+        return self.form.reasoning is not None and self.shows_reasoning and not self.is_reasoning_content
 
 
 class ReplyReader:
@@ -68,6 +70,7 @@ class ReplyReader:
             max_calls=plan.tools.max_calls,
         )
         self._inputs: dict[int, InputReader] = {}
+        self._ids = CallIds(plan.id_form, plan.num_earlier_calls)
         self.num_calls = 0
 
     def feed(self, text: str) -> list[dict[str, Any]]:
@@ -86,7 +89,8 @@ class ReplyReader:
     def _states(self, event: Event) -> Iterator[dict[str, Any]]:
         if isinstance(event, Reasoning):
             if self._plan.shows_reasoning:
-                yield dict.fromkeys(REASONING, event.text)
+                names = ("content",) if self._plan.is_reasoning_content else REASONING
+                yield dict.fromkeys(names, event.text)
         elif isinstance(event, CallStart):
             yield from self._begin(event)
         elif isinstance(event, Arguments):
@@ -107,18 +111,13 @@ class ReplyReader:
 
     def _begin(self, event: CallStart) -> Iterator[dict[str, Any]]:
         self.num_calls += 1
-        call = {"index": event.index, "id": event.id or self._new_id(event)}
+        call = {"index": event.index, "id": self._ids.choose(event.id, event.name, event.index)}
         if event.name in self._plan.tools.custom:
             if not self._plan.is_bare:
                 self._inputs[event.index] = InputReader()
             yield {"tool_calls": [{**call, "type": "custom", "custom": {"name": event.name, "input": ""}}]}
         else:
             yield {"tool_calls": [{**call, "type": "function", "function": {"name": event.name, "arguments": ""}}]}
-
-    def _new_id(self, event: CallStart) -> str:
-        """Return an id in the model's own form if that is made of name and number, else letters and digits."""
-        number = self._plan.num_earlier_calls + event.index
-        return make_call_id(self._plan.id_form, event.name, number)
 
     def _piece(self, index: int, kind: str, text: str) -> Iterator[dict[str, Any]]:
         if text:

@@ -50,7 +50,7 @@ class ThinkingFields(TemplateFields):
 
 
 def make_span(
-    form: ReplyForm, is_open: bool, budget: tuple[int | None, str], is_constrained: bool
+    form: ReplyForm, is_open: bool, budget: tuple[int | None, str], *, is_constrained: bool, has_calls: bool
 ) -> ReasoningSpan | None:
     """Return the thought's limits for the engine; None if the model is not known to think.
 
@@ -58,7 +58,8 @@ def make_span(
         form: how the model writes.
         is_open: the prompt has begun the thought.
         budget: most tokens of it, and the field that says so.
-        is_constrained: a constraint follows the thought.
+        is_constrained: a constraint of the answer follows the thought.
+        has_calls: calls in the model's own form may follow it.
 
     Raises:
         ApiError: 400, there is a budget, and no form of thoughts.
@@ -67,7 +68,7 @@ def make_span(
     if form.reasoning is None and most is not None:
         message = f"{name}: This model is not known to think; the server's setting reasoning_parser names a form."
         raise invalid(message, name, "unsupported")
-    return chat.make_span(form, is_open, most, is_constrained)
+    return chat.make_span(form, is_open, most, is_constrained=is_constrained, has_calls=has_calls)
 
 
 def list_visible_tokens(form: ReplyForm, has_calls: bool = False) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from inferplane.dialogue.continuation import mark_last, truncate_at_mark
 from inferplane.dialogue.messages import KEYS, MessageError
+from inferplane.dialogue.replies.forms import ReplyForm
 from inferplane.dialogue.template import RESERVED, SWITCHES, Template
 from inferplane.serving.chat_template.sources import MAX_CHARACTERS
 from inferplane.serving.errors import ApiError, invalid
@@ -79,12 +80,12 @@ class TemplateFields(RequestBody):
         None, description="Texts for a template that shows them."
     )
 
-    def template_variables(self, template: Template | None, can_think: bool = False) -> TemplateVariables:
+    def template_variables(self, template: Template | None, form: ReplyForm | None = None) -> TemplateVariables:
         """Return what the template gets.
 
         Args:
             template: the model's.
-            can_think: the model is known to write thoughts.
+            form: how the model writes thoughts; None: that is not known.
 
         Raises:
             ApiError: 400, fields exclude each other, or the template does not read one that changes the answer.
@@ -93,7 +94,7 @@ class TemplateFields(RequestBody):
             raise invalid(
                 "continue_final_message and add_generation_prompt exclude each other.", "continue_final_message"
             )
-        values, ignored = self._thinking_variables(template, can_think)
+        values, ignored = self._thinking_variables(template, form)
         if self.documents:
             if not _is_read(template, "documents"):
                 raise _make_refusal("documents")
@@ -107,11 +108,16 @@ class TemplateFields(RequestBody):
         ignored += [f"chat_template_kwargs.{name}" for name in sorted(given) if not _is_read(template, name)]
         return TemplateVariables(values, ignored, uuid.uuid4().hex if self.continue_final_message else "")
 
-    def _thinking_variables(self, template: Template | None, can_think: bool) -> tuple[dict[str, Any], list[str]]:
+    def _thinking_variables(
+        self, template: Template | None, form: ReplyForm | None
+    ) -> tuple[dict[str, Any], list[str]]:
         """Return the variables that say whether and how much the model thinks, and the fields without effect."""
         switches = [name for name in SWITCHES if _is_read(template, name)]
         effort, values = self.reasoning_effort or None, dict[str, Any]()
         field, thinks = self._read_switch()
+        if effort == "none" and not switches and form is not None and form.uses_channels:
+            message = 'reasoning_effort: The model thinks at any effort, of which "low" is the least.'
+            raise invalid(message, "reasoning_effort", "unsupported")
         if effort is not None and _is_read(template, "reasoning_effort") and (effort != "none" or not switches):
             values["reasoning_effort"] = effort
         elif effort is not None and field is None:
@@ -121,7 +127,7 @@ class TemplateFields(RequestBody):
         if switches:
             exact = field != "reasoning_effort" or not thinks
             return {**dict.fromkeys(switches, thinks), **values}, [] if exact else [field]
-        if can_think and not thinks:
+        if form is not None and form.reasoning is not None and not thinks:
             raise _make_refusal(field)
         return values, [field]
 

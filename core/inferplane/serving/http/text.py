@@ -156,7 +156,7 @@ async def _tokenize(service: Service, body: bytes) -> Response:
     if request.messages is not None:
         async with model.use_template(request.chat_template) as template:
             facts = template.facts if template is not None else None
-            variables = request.template_variables(facts, model.reply_form(facts).reasoning is not None)
+            variables = request.template_variables(facts, model.reply_form(facts))
             text = await render_messages(request.messages, request.tools, template, variables)
         special = bool(request.add_special_tokens)
         ignored = [*variables.ignored, *list_unread_keys(request.messages, facts)]
