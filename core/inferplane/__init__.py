@@ -11,13 +11,24 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from inferplane.engine import LLM, AsyncLLM, Delta, Result, SamplingParams, SpeculativeConfig
+    from inferplane.engine import (
+        LLM,
+        AsyncLLM,
+        ChatDelta,
+        ChatResult,
+        Delta,
+        Result,
+        SamplingParams,
+        SpeculativeConfig,
+    )
     from inferplane.errors import InferplaneError
 
 __version__ = "0.2.0.dev0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "ChatDelta",
+    "ChatResult",
     "Delta",
     "InferplaneError",
     "Result",
@@ -33,6 +44,8 @@ _WHERE = {
     "SpeculativeConfig": "inferplane.engine",
     "Result": "inferplane.engine",
     "Delta": "inferplane.engine",
+    "ChatDelta": "inferplane.engine",
+    "ChatResult": "inferplane.engine",
     "InferplaneError": "inferplane.errors",
 }
 

@@ -92,6 +92,10 @@ class InferplaneError(Exception):
             parts.append(sentence(f"To do: {self.remedy}"))
         return ("\n" if "\n" in self.what else " ").join(parts)
 
+    def add_subject(self, subject: str) -> None:
+        """Begin the first part with what it is about: one of several inputs."""
+        self.what = f"{subject}: {self.what}"
+
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.what, self.there_is, self.remedy)
 

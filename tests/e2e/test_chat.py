@@ -6,19 +6,22 @@ import asyncio
 import json
 from argparse import Namespace
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 pytest.importorskip("llguidance", reason="not run: the extra `constrained` is not installed")
 
-from inferplane import AsyncLLM, SamplingParams
+from inferplane import AsyncLLM, ChatResult, SamplingParams
 from inferplane.cli.screen import Screen
 from inferplane.cli.signals import Interrupt
 from inferplane.cli.verbs.chat import Conversation
 from inferplane.dialogue.replies.catalog import FORMS
+from inferplane.dialogue.template import Template
 from inferplane.engine.clients.chat import ChatReader
 from inferplane.engine.request.results import Delta, Result, Timings
-from inferplane.errors import UsageError
+from inferplane.engine.request.text import Tokenizer
+from inferplane.errors import InferplaneWarning, UsageError
 from tests.e2e.test_reasoning import with_marks
 from tests.e2e.tiny_llm import opened, write
 
@@ -135,14 +138,79 @@ def test_calls_of_tools(llm):
         ({"chat_template_kwargs": [1]}, r"chat_template_kwargs = \[1\]"),
         ({"tool": [TOOL]}, "LLM.chat takes no tool"),
         ({"max_tokens": 3}, "LLM.chat takes no max_tokens"),
-        ({"chat_template": "{{ messages[0].content }}", "thinking": True}, "does not read it"),
+        ({"chat_template": "think.jinja"}, "'think.jinja' is no Jinja template"),
+        ({"chat_template": "{{ a }}\n{% for %}"}, r"does not compile \(TemplateSyntaxError: .*, line 2\)"),
+        ({"chat_template": "</think>{{ messages[0].content }}", "thinking": False}, "does not read it"),
+        ({"chat_template": "{{ messages[0].content }}", "thinking": True}, "not known to think"),
         ({"chat_template": "{{ messages[0].content }}", "thinking_token_budget": 3}, "not known to think"),
     ],
 )
 def test_options_that_cannot_be(llm, options, says):
     with pytest.raises(UsageError, match=says) as caught:
         llm.chat(HELLO, PARAMS, **options)
-    assert caught.value.there_is or caught.value.remedy
+    assert caught.value.there_is or caught.value.remedy or "compile" in says
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("sampling_params", "vLLM's sampling_params is params here"),
+        ("use_tqdm", "chat show no progress"),
+        ("lora_request", "merge the adapter"),
+        ("add_generation_prompt", "continue_final_message here"),
+        ("reasoning_effort", 'chat_template_kwargs here (of chat: {"reasoning_effort": "high"})'),
+        ("response_format", "json_schema here"),
+        ("enable_thinking", "thinking here"),
+    ],
+)
+def test_options_of_other_engines_are_answered(llm, name, remedy):
+    calls = {
+        "LLM.chat": lambda: llm.chat(HELLO, **{name: None}),
+        "AsyncLLM.chat": lambda: asyncio.run(anext(AsyncLLM.chat(None, HELLO, **{name: None}))),
+    }
+    for call, run in calls.items():
+        with pytest.raises(UsageError, match=f"^{call} takes no {name}") as caught:
+            run()
+        assert remedy in caught.value.remedy and "thinking_token_budget" in caught.value.there_is
+
+
+def test_parameters_for_each_conversation(llm):
+    found = llm.chat([HELLO, HELLO], [replace(PARAMS, max_tokens=2), replace(PARAMS, max_tokens=4)])
+    assert [len(result.token_ids) for result in found] == [2, 4] and isinstance(found[0], ChatResult)
+    with pytest.raises(UsageError, match="2 sampling params for 1 conversation"):
+        llm.chat(HELLO, [PARAMS, PARAMS])
+    with pytest.raises(UsageError, match="params = ") as caught:
+        llm.stream_chat(HELLO, [PARAMS])
+    assert caught.value.there_is == "one SamplingParams"
+
+
+def test_a_wrong_conversation_in_a_list_is_named(llm):
+    with pytest.raises(UsageError, match=r"^Conversation 2 of 2: messages\[0\]"):
+        llm.chat([HELLO, [{"role": "user", "content": 3}]], PARAMS)
+    for call in (llm.stream_chat, llm.plan_chat):
+        with pytest.raises(UsageError, match=r"a list of conversations \(2\)") as caught:
+            call([HELLO, HELLO], PARAMS)
+        assert "LLM.chat takes several" in caught.value.remedy
+
+
+def test_options_without_effect_are_a_warning(llm):
+    plain = "{{ messages[0].content }}"
+    with pytest.warns(InferplaneWarning, match="thinking = False has no effect"):
+        plan = llm.plan_chat(HELLO, PARAMS, chat_template=plain, thinking=False)
+    assert plan.prompt == llm.plan_chat(HELLO, PARAMS, chat_template=plain).prompt
+    with pytest.warns(InferplaneWarning, match="no effect with style: the chat template does not read it"):
+        llm.plan_chat(HELLO, PARAMS, chat_template_kwargs={"style": 1, "enable_thinking": True})
+
+
+def test_a_model_without_a_chat_template_is_named_as_the_user_did(tmp_path, llm, monkeypatch):
+    tokenizer = Tokenizer(write(tmp_path, chat_template=None))
+    tokenizer.model_name = "org/model"
+    assert llm.tokenizer.model_name == llm.files.name
+    monkeypatch.setattr(llm._inputs, "_tokenizer", tokenizer)
+    with pytest.raises(UsageError, match=r"^org/model has no chat template") as caught:
+        llm.chat(HELLO)
+    assert "chat_template=" in caught.value.remedy and "--chat-template FILE" in caught.value.remedy
+    assert llm.plan_chat(HELLO, chat_template="{{ messages[0].content }}").prompt
 
 
 def test_async_chat_tells_parts_apart(folder, llm):
@@ -171,3 +239,17 @@ def test_the_command_line_thinks_as_it_is_set(llm, capsys):
         with pytest.raises(UsageError, match="on, off, or a number"):
             chat.set_thinking(words)
     assert chat.thinking == {"thinking": False}
+
+
+def test_the_command_line_says_what_thinking_does_on_each_model(llm, monkeypatch):
+    chat = Conversation(llm, PARAMS, Namespace(max_tokens=20, seed=1, system=None), Interrupt(patient=False))
+    use = partial(monkeypatch.setattr, llm.tokenizer, "_template")
+    use(Template("{{ messages[0].content }}", {}))
+    assert chat.set_thinking("off") == "this model is not known to think: there is nothing to turn off"
+    for words in ("on", "7"):
+        with pytest.raises(UsageError, match=f"^/think {words}: this model is not known to think"):
+            chat.set_thinking(words)
+    use(Template("</think>{{ messages[0].content }}", {}))
+    with pytest.raises(UsageError, match="cannot turn the thought on or off") as caught:
+        chat.set_thinking("off")
+    assert caught.value.remedy == "/think N limits it to N tokens" and chat.thinking == {}

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+import inferplane
 from inferplane import LLM, Delta, Result, SamplingParams, errors
 from inferplane.engine.request.results import Timings, TokenLogprob
 from inferplane.engine.speculate.config import SpeculativeConfig
@@ -50,8 +51,29 @@ def test_examples_run(i, capsys):
     assert capsys.readouterr().out.strip() or "texts" in names or "speculative" in names
 
 
+def test_the_example_with_tools_answers_calls(monkeypatch, capsys):
+    """The model's first reply is a call here; the second one is its own."""
+
+    class Calling(LLM):
+        def generate(self, prompts, params=None):
+            results = super().generate(prompts, params)
+            text = self.tokenizer.decode(results[0].prompt_token_ids)
+            if "Rain in Oslo" in text:
+                return results
+            call = '{"name": "get_weather", "arguments": {"city": "Oslo"}}'
+            return [dataclasses.replace(results[0], text=call)]
+
+    monkeypatch.setattr(inferplane, "LLM", Calling, raising=False)
+    (block,) = [block for block in BLOCKS if "tool_calls" in block]
+    names = {}
+    exec(compile(block, "docs/python.md, tools", "exec"), names)
+    assert [message["role"] for message in names["messages"]] == ["user", "assistant", "tool"]
+    assert names["messages"][2]["content"] == "Rain in Oslo" and names["messages"][2]["tool_call_id"]
+    assert capsys.readouterr().out == names["reply"].text + "\n" and not names["reply"].tool_calls
+
+
 def test_there_are_examples_of_each_kind():
-    assert len(BLOCKS) == 5
+    assert len(BLOCKS) == 6
     assert all(
         any(word in b for b in BLOCKS) for word in ("LLM(", "AsyncLLM(", "speculative_config=", "InferplaneError")
     )

@@ -176,6 +176,12 @@ def test_a_request_brings_a_template_where_that_is_allowed():
         with pytest.raises(ApiError) as refused:
             rendered(PLAIN, [USER], are_allowed=True, chat_template=wrong)
         assert (refused.value.status, refused.value.code) == (400, code)
+    with pytest.raises(ApiError, match=r"TemplateSyntaxError: .*, line 2\)") as refused:
+        rendered(PLAIN, [USER], are_allowed=True, chat_template="{{ a }}\n{% for %}")
+    assert refused.value.param == "chat_template"
+    with pytest.raises(ApiError, match="not the name of a file") as refused:
+        rendered(PLAIN, [USER], are_allowed=True, chat_template="think.jinja")
+    assert refused.value.param == "chat_template"
 
 
 def test_templates_of_requests_share_no_process_and_are_few():

@@ -95,10 +95,21 @@ def describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:500]
 
 
+def describe_syntax_error(error: Exception) -> str:
+    """Why a template does not compile, with the line at fault if that is known, as a sentence."""
+    where = f", line {line}" if (line := getattr(error, "lineno", None)) else ""
+    why = getattr(error, "message", None) or str(error)  # str() has the lines of the source, too
+    return f"The chat template does not compile ({type(error).__name__}: {why[:500]}{where})."
+
+
 def _serve() -> None:
     setup = json.loads(sys.stdin.readline())
     sys.path[:] = setup["path"]
-    template = compile_template(setup["template"])
+    try:
+        template = compile_template(setup["template"])
+    except Exception as error:
+        print(json.dumps({"error": describe_syntax_error(error)}), flush=True)
+        return
     print(json.dumps({"text": ""}), flush=True)
     for line in sys.stdin:
         try:

@@ -25,7 +25,7 @@ class RenderError(Exception):
     """A conversation is not rendered.
 
     Args:
-        reason: "refused" by the template; "too_slow"; "template_failed": its process ended.
+        reason: "refused" by the template; "too_slow"; "template_failed": it does not compile, or its process ended.
         message: what the template says, or what happened.
     """
 
@@ -59,7 +59,7 @@ class Renderer:
         """Render a conversation; `given` are the template's variables beside its tokens.
 
         Raises:
-            RenderError: the template refuses it, takes too long, or its process ends.
+            RenderError: the template refuses it, takes too long, does not compile, or its process ends.
         """
         with self._lock:
             seconds = START_S
@@ -67,6 +67,10 @@ class Renderer:
                 if self.process is None:
                     self._process = ConfinedProcess(render.__file__, self._setup, START_S)
                 assert self._process is not None
+                if "error" in self._process.setup_answer:
+                    message = str(self._process.setup_answer["error"])
+                    self._process.close()
+                    raise RenderError("template_failed", message)
                 seconds = self._render_s
                 answer = self._process.ask({**self._tokens, **given}, seconds)
             except TimeoutError:

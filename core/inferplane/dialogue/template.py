@@ -33,6 +33,13 @@ MAX_DIGITS = 400
 """Most digits of an integer in a call's arguments; with more of them, the arguments stay text."""
 
 
+def is_template_source(text: Any) -> bool:
+    """Whether a text may be a Jinja template, and not the name of a file: one without expressions and statements would
+    render every conversation as the same text.
+    """
+    return isinstance(text, str) and ("{{" in text or "{%" in text)
+
+
 @dataclass(frozen=True)
 class Template:
     """A chat template: Jinja source, and the special tokens by their names in it.

@@ -12,6 +12,8 @@ from inferplane.renamed import warn_of_old_name
 
 if TYPE_CHECKING:
     from inferplane.engine.clients.async_llm import AsyncLLM as AsyncLLM
+    from inferplane.engine.clients.chat import ChatDelta as ChatDelta
+    from inferplane.engine.clients.chat import ChatResult as ChatResult
     from inferplane.engine.clients.llm import LLM as LLM
     from inferplane.engine.request.params import SamplingParams as SamplingParams
     from inferplane.engine.request.results import Delta as Delta
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "AsyncLLM": "inferplane.engine.clients.async_llm",
+    "ChatDelta": "inferplane.engine.clients.chat",
+    "ChatResult": "inferplane.engine.clients.chat",
     "Delta": "inferplane.engine.request.results",
     "InferplaneWarning": "inferplane.errors",
     "LLM": "inferplane.engine.clients.llm",

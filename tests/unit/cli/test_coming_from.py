@@ -9,7 +9,7 @@ from dataclasses import fields
 
 import pytest
 
-from inferplane import LLM, AsyncLLM, Result, SamplingParams
+from inferplane import LLM, AsyncLLM, ChatResult, SamplingParams
 from inferplane.cli.main import VERBS, verb_parser
 from inferplane.engine.request.other_engines import OTHER_OPTIONS, OTHER_VERBS, advice
 from inferplane.serving.settings import FIELDS
@@ -41,7 +41,7 @@ def test_names_of_this_side_exist(row):
         for variable in re.findall(r"\b(?:INFERPLANE|HF)_[A-Z_]+", code):
             assert variable in HUB_VARIABLES or variable.removeprefix("INFERPLANE_").lower() in FIELDS, variable
         for kind, name in METHODS.findall(code):
-            names = {f.name for f in fields(Result)} if kind == "result" else set(dir(LLM))
+            names = {f.name for f in fields(ChatResult)} if kind == "result" else set(dir(LLM))
             assert name in names, code
         if (call := re.fullmatch(r"(SamplingParams|LLM|AsyncLLM)\((.*)\)", code)) is not None:
             takes = {"LLM": LLM, "AsyncLLM": AsyncLLM, "SamplingParams": SamplingParams}[call[1]]

@@ -9,6 +9,7 @@ import pytest
 
 from inferplane import LLM, SamplingParams
 from inferplane.cli.main import VERBS, WRONG_USAGE, verb_parser
+from inferplane.engine.clients.chat_options import ChatOptions
 from inferplane.engine.clients.options import ALL_OPTIONS
 from inferplane.engine.request.other_engines import OTHER_OPTIONS, OTHER_VERBS, advice, as_flag, table
 from inferplane.errors import UsageError
@@ -127,7 +128,7 @@ def test_settings_say_what_to_use_here(tmp_path):
     assert "SGLang's mem_fraction_static is kv_cache_bytes here" in note
 
 
-NAMES = {"params", *ALL_OPTIONS, *FIELDS, *(f.name for f in fields(SamplingParams))}
+NAMES = {"params", *ALL_OPTIONS, *FIELDS, *(f.name for kind in (SamplingParams, ChatOptions) for f in fields(kind))}
 FLAGS = {flag for verb in VERBS for flag in verb_parser(verb)[0]._option_string_actions}
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from inferplane.dialogue import render
 from inferplane.dialogue.messages import normalize_messages
+from inferplane.dialogue.renderer import Renderer, RenderError
 from inferplane.dialogue.template import Template, forms
 from inferplane.dialogue.tools import new_call_id
 from inferplane.errors import UsageError
@@ -178,3 +179,12 @@ def test_braces_and_quotes_that_never_close_are_read_once(piece, end):
 )
 def test_which_variables_are_read(source, is_read):
     assert Template(source, TOKENS).reads_variable("x") is is_read
+
+
+def test_a_template_whose_process_ends_is_an_error(tmp_path, monkeypatch):
+    script = tmp_path / "ends.py"
+    script.write_text("import sys\nsys.stdin.readline()\nprint('{}', flush=True)\n")
+    monkeypatch.setattr(render, "__file__", str(script))
+    with pytest.raises(RenderError, match="its process ended") as caught:
+        Renderer("x", {}).render({"messages": []})
+    assert caught.value.reason == "template_failed"

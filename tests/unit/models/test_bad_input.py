@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from inferplane import LLM, AsyncLLM, SamplingParams
+from inferplane.dialogue.template import Template
 from inferplane.errors import CheckpointError, UnsupportedModelError, UsageError
 from inferplane.models import Build, Config, as_config, build
 from inferplane.types import HOST, Placement
@@ -245,7 +246,10 @@ def test_calls_that_cannot_be_meant(llm, ask, says):
 class Echo:
     """A tokenizer whose chat template takes anything."""
 
-    def chat(self, messages):
+    def template(self, source=None):
+        return Template("{{ messages | length }}", {})
+
+    def encode(self, text, *, special=True):
         return [1, 2]
 
 

@@ -103,11 +103,21 @@ class Conversation:
         Raises:
             UsageError: these are no such words, or the model's template cannot do that.
         """
+        from inferplane.engine.clients.chat_options import find_switches
+
         if words not in ("on", "off") and not words.isdecimal():
             raise UsageError(f"/think {words}".rstrip() + ".", there_is="on, off, or a number of tokens")
-        chosen = {"thinking": words == "on"} if words in ("on", "off") else {"thinking_token_budget": int(words)}
-        self.llm.plan_chat([{"role": "user", "content": "word"}], self.params, **chosen)
-        self.thinking = chosen
+        does_think = self.llm.plan_chat([{"role": "user", "content": "word"}], self.params).form.reasoning is not None
+        is_switch = words in ("on", "off")
+        has_switch = is_switch and bool(find_switches(self.llm.tokenizer.template()))
+        if not does_think and not has_switch:
+            if words == "off":
+                return "this model is not known to think: there is nothing to turn off"
+            raise UsageError(f"/think {words}: this model is not known to think.", remedy="go on without /think")
+        if is_switch and not has_switch:
+            what = f"/think {words}: the model's chat template cannot turn the thought on or off."
+            raise UsageError(what, remedy="/think N limits it to N tokens")
+        self.thinking = {"thinking": words == "on"} if is_switch else {"thinking_token_budget": int(words)}
         return f"the model thinks for at most {words} tokens" if words.isdecimal() else f"thinking is {words}"
 
     def _stream(self, screen: Screen) -> tuple[dict[str, Any], Timings | None, str | None]:

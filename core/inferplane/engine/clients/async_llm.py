@@ -109,6 +109,7 @@ class AsyncLLM:
         with self._loading:
             if self._tokenizer is None:
                 self._tokenizer = Tokenizer(self.info.folder, self.info.tokenizer, self.info.max_model_len)
+                self._tokenizer.model_name = self.info.name
             return self._tokenizer
 
     @property

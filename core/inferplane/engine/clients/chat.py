@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, fields, replace
 from reprlib import repr as short
@@ -19,69 +19,19 @@ from inferplane.dialogue.replies.events import Arguments, CallStart, Event, Reas
 from inferplane.dialogue.replies.forms import ReasoningForm, ReplyForm
 from inferplane.dialogue.replies.opening import is_reasoning_open, is_reasoning_over
 from inferplane.dialogue.replies.parser import ReplyParser
-from inferplane.dialogue.template import RESERVED, SWITCHES, Template
 from inferplane.dialogue.tools import CallIds
-from inferplane.engine.request.arguments import as_bool, as_integer, as_sampling_params
-from inferplane.engine.request.fields import MAX_COUNT, ReasoningSpan
+from inferplane.engine.clients.chat_options import ChatOptions, template_variables
+from inferplane.engine.request.arguments import as_sampling_params, as_sampling_params_list
+from inferplane.engine.request.fields import ReasoningSpan
+from inferplane.engine.request.other_engines import advice
 from inferplane.engine.request.params import SamplingParams, unknown_keyword
 from inferplane.engine.request.results import Delta, Result
 from inferplane.engine.request.text import Tokenizer
-from inferplane.errors import UsageError
+from inferplane.errors import InferplaneError, UsageError
 
-TOOL_CHOICES = ("auto", "none")
+_ASYNC_OPTIONS = ("index", "priority", "tenant")
+"""Arguments of `AsyncLLM.generate` that `AsyncLLM.chat` takes, too."""
 _TOOL_FORM = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
-
-
-@dataclass(frozen=True)
-class ChatOptions:
-    """How a conversation becomes a prompt, and which parts of the reply are separated.
-
-    Args:
-        tools: functions that the model may call, in OpenAI's form.
-        tool_choice: "auto": the reply may have calls; "none": it has none, and the model is shown no tools.
-        chat_template: a Jinja template in place of the checkpoint's.
-        chat_template_kwargs: further variables for the template.
-        continue_final_message: continue the last message in place of a new reply.
-        thinking: whether the model thinks, by the variable of its template that says so; None: as the template has it.
-        thinking_token_budget: most tokens of the thought, which is then ended. None: any number.
-    """
-
-    tools: Sequence[Mapping[str, Any]] | None = None
-    tool_choice: str = "auto"
-    chat_template: str | None = None
-    chat_template_kwargs: Mapping[str, Any] | None = None
-    continue_final_message: bool = False
-    thinking: bool | None = None
-    thinking_token_budget: int | None = None
-
-    def __post_init__(self) -> None:
-        as_bool("continue_final_message", self.continue_final_message)
-        if self.thinking is not None:
-            as_bool("thinking", self.thinking)
-        if self.thinking_token_budget is not None:
-            as_integer("thinking_token_budget", self.thinking_token_budget, 0, MAX_COUNT)
-        if self.tool_choice not in TOOL_CHOICES:
-            raise UsageError(
-                f"tool_choice = {short(self.tool_choice)}.",
-                there_is=", ".join(map(repr, TOOL_CHOICES)),
-                remedy="to force a call, constrain the text by json_schema, or use the server",
-            )
-        variables = self.chat_template_kwargs
-        if variables is not None and not isinstance(variables, Mapping):
-            what = f"chat_template_kwargs = {short(variables)}."
-            raise UsageError(what, there_is="a mapping of the template's variables by name")
-        for name in variables or {}:
-            if name in RESERVED:
-                raise UsageError(f"chat_template_kwargs cannot set {name}.", remedy="see ChatOptions for what can")
-
-    @classmethod
-    def of(cls, call: str, options: Mapping[str, Any]) -> ChatOptions:
-        """Options from the keyword arguments of a call by its name; UsageError for one that is none."""
-        known = [field.name for field in fields(cls)]
-        for name, value in options.items():
-            if name not in known:
-                raise unknown_keyword(call, name, value, ["messages", "params", *known])
-        return cls(**options)
 
 
 class ChatDelta(Delta, frozen=True, array_like=True):
@@ -233,13 +183,16 @@ class ChatModel:
                 effect on this model.
         """
         params = as_sampling_params(params)
+        if are_conversations(messages):
+            what = f"messages = a list of conversations ({len(messages)})."
+            raise UsageError(what, there_is="one conversation", remedy="pass one; LLM.chat takes several at once")
         conversation = normalize_messages(messages)
         template = self.tokenizer.template(options.chat_template)
         form = find_form(template.all_sources, self.model_type, (*self.forms, *FORMS))
         shown = list(options.tools or ()) if options.tool_choice != "none" else []
         tools = _read_tools(shown)
         mark = uuid.uuid4().hex if options.continue_final_message else ""
-        text = template.render(mark_last(conversation, mark), shown, _variables(template, options))
+        text = template.render(mark_last(conversation, mark), shown, template_variables(template, form, options))
         text = truncate_at_mark(text, mark)
         is_open = is_reasoning_open(form, text, conversation, bool(mark))
         if not (params.needs_grammar and is_reasoning_over(form, text)) and params.reasoning is None:
@@ -317,16 +270,28 @@ def _read_tools(tools: Sequence[Any]) -> dict[str, Mapping[str, Any]]:
     return found
 
 
-def _variables(template: Template, options: ChatOptions) -> dict[str, Any]:
-    """The template's variables; UsageError if it cannot turn the thought on or off."""
-    variables: dict[str, Any] = {"add_generation_prompt": not options.continue_final_message}
-    if options.thinking is not None:
-        switches = [name for name in SWITCHES if template.reads_variable(name)]
-        if not switches:
-            what = f"thinking = {options.thinking}: the model's chat template does not read it."
-            raise UsageError(what, remedy="leave it out, or limit the thought by thinking_token_budget")
-        variables.update(dict.fromkeys(switches, options.thinking))
-    return {**variables, **(options.chat_template_kwargs or {})}
+def plan_each(plan: Callable[[Any, SamplingParams], ChatPlan], messages: Any, params: Any) -> list[ChatPlan]:
+    """Plans of one conversation or several.
+
+    Args:
+        plan: of one conversation with its parameters.
+        messages: a conversation, or a list of them.
+        params: one for all, or one per conversation.
+
+    Raises:
+        InferplaneError: that of `plan`, with the number of its conversation if there is a list of them.
+    """
+    several = are_conversations(messages)
+    conversations = messages if several else [messages]
+    each, plans = as_sampling_params_list(params, len(conversations), "conversation"), list[ChatPlan]()
+    for i, (one, chosen) in enumerate(zip(conversations, each), 1):
+        try:
+            plans.append(plan(one, chosen))
+        except InferplaneError as error:
+            if several:
+                error.add_subject(f"Conversation {i} of {len(conversations)}")
+            raise
+    return plans
 
 
 def are_conversations(messages: Any) -> bool:
@@ -350,7 +315,17 @@ async def stream_reply(
         UsageError: no chat template, or it refuses the messages, or these are not valid. Otherwise as `generate`.
     """
     own = {field.name: options.pop(field.name) for field in fields(ChatOptions) if field.name in options}
-    chosen, info = ChatOptions.of("AsyncLLM.chat", own), llm.info
+    for name, value in options.items():
+        if name not in _ASYNC_OPTIONS:
+            known = [
+                "messages",
+                "params",
+                "request_id",
+                *_ASYNC_OPTIONS,
+                *(field.name for field in fields(ChatOptions)),
+            ]
+            raise unknown_keyword("AsyncLLM.chat", name, value, known, advice(name))
+    chosen, info = ChatOptions(**own), llm.info
 
     def make_plan() -> ChatPlan:
         return ChatModel(llm.tokenizer, info.model_type, info.reply_forms).plan(messages, params, chosen)

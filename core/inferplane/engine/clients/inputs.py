@@ -46,6 +46,7 @@ class InputProcessor:
         with self._loading:
             if self._tokenizer is None:
                 self._tokenizer = Tokenizer(self._files.folder, max_tokens=self.max_model_len)
+                self._tokenizer.model_name = self._files.name
             return self._tokenizer
 
     def end_ids(self) -> frozenset[int]:

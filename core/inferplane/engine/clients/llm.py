@@ -13,12 +13,13 @@ import torch
 from inferplane.engine.clients.chat import (
     ChatDelta,
     ChatModel,
-    ChatOptions,
     ChatPlan,
     ChatReader,
     ChatResult,
     are_conversations,
+    plan_each,
 )
+from inferplane.engine.clients.chat_options import ChatOptions
 from inferplane.engine.clients.embedding import check_dimensions, embedding_params, finish_embedding
 from inferplane.engine.clients.engine_lock import EngineLock
 from inferplane.engine.clients.inputs import InputProcessor
@@ -209,11 +210,17 @@ class LLM:
 
     @overload
     def chat(
-        self, messages: Sequence[Sequence[Mapping[str, Any]]], params: SamplingParams | None = None, **options: Any
+        self,
+        messages: Sequence[Sequence[Mapping[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
     ) -> list[ChatResult]: ...
 
     def chat(
-        self, messages: Sequence[Any], params: SamplingParams | None = None, **options: Any
+        self,
+        messages: Sequence[Any],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
     ) -> ChatResult | list[ChatResult]:
         """The model's reply to a conversation, which the checkpoint's own chat template turns into a prompt. Waits for
         the end.
@@ -222,17 +229,20 @@ class LLM:
             messages: `{"role": ..., "content": ...}`, oldest first, in the forms that the server takes
                 (`inferplane.dialogue.messages`): content is text or a list of text parts; `tool_calls` may be there.
                 Or a list of such conversations, whose results are a list in their order.
-            params: how to sample.
+            params: how to sample; for a list of conversations one for all, or one per conversation.
             options: the fields of `ChatOptions`, by keyword.
 
         Raises:
             UsageError: no chat template, or it refuses the messages, or these are not valid. Otherwise as `generate`.
         """
-        several = are_conversations(messages)
-        plans = [self.plan_chat(one, params, **options) for one in (messages if several else [messages])]
+
+        def plan(one: Any, chosen: Any) -> ChatPlan:
+            return self.plan_chat(one, chosen, **options)
+
+        plans = plan_each(plan, messages, params)
         results = self.generate([plan.prompt for plan in plans], [plan.params for plan in plans])
         found = [plan.finish(result) for plan, result in zip(plans, results)]
-        return found if several else found[0]
+        return found if are_conversations(messages) else found[0]
 
     def stream_chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **options: Any
@@ -246,9 +256,10 @@ class LLM:
         """The prompt and the parameters of a conversation, of which `generate` and `stream` make a reply; arguments and
         errors as of `chat`.
         """
+        chosen = ChatOptions.of("LLM.chat", options)
         model_type = str(self.files.config.get("model_type") or "")
         model = ChatModel(self.tokenizer, model_type, host().reply_forms())
-        return model.plan(messages, params, ChatOptions.of("LLM.chat", options))
+        return model.plan(messages, params, chosen)
 
     @check_keywords
     def logits(self, prompts: Sequence[Sequence[int]], *, chunk_tokens: int | None = None) -> list[torch.Tensor]:

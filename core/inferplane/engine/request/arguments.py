@@ -95,21 +95,22 @@ def as_sampling_params(params: Any) -> SamplingParams:
     if not isinstance(params, SamplingParams):
         raise UsageError(
             f"params = {short(params)}.",
-            there_is="SamplingParams, one for all prompts or one per prompt",
+            there_is="one SamplingParams",
             remedy="pass SamplingParams(**params)" if isinstance(params, Mapping) else "pass SamplingParams(...)",
         )
     return params
 
 
-def as_sampling_params_list(params: Any, num_prompts: int) -> list[SamplingParams]:
+def as_sampling_params_list(params: Any, num_prompts: int, what: str = "prompt") -> list[SamplingParams]:
     """The sampling parameters of each prompt, `num_prompts` in all, from one for all prompts or one per prompt;
-    UsageError for another number.
+    UsageError for another number. `what` is what a prompt is called in the error.
     """
     if not isinstance(params, Sequence) or isinstance(params, str):
         return [as_sampling_params(params)] * num_prompts
     if len(params) != num_prompts:
         raise UsageError(
-            f"{len(params)} sampling params for {num_prompts} prompts.", remedy="pass one, or one per prompt"
+            f"{len(params)} sampling params for {num_prompts} {what}{'s' * (num_prompts != 1)}.",
+            remedy=f"pass one, or one per {what}",
         )
     return [as_sampling_params(p) for p in params]
 

@@ -48,6 +48,8 @@ OWN_TOKENIZER = "the model's folder holds its tokenizer"
 TEXT_ONLY = "images are not supported"
 CONSTRAINED = "or regex, grammar"
 IN_REQUESTS = "the field {here} of requests"
+SWITCH = "/think of `inferplane chat`, or the field chat_template_kwargs of requests"
+IN_REQUESTS_TOO = "the field reasoning_effort of requests"
 IN_FORMAT = "the field response_format of requests"
 BY_PENALTIES = "temperature, top_k, top_p, min_p and penalties choose tokens"
 ON_DEVICE = "weights and cache stay on the device; preempted sequences are computed again"
@@ -71,7 +73,11 @@ OTHER_OPTIONS: tuple[OtherOption, ...] = tuple(
         (VLLM, "enable_expert_parallel", "", "each expert is on one rank whenever torchrun starts several"),
         (VLLM, "distributed_executor_backend", "", f"start it by {LAUNCH}"),
         (VLLM, "sampling_params", "params", "of generate, stream and chat", "the fields of requests"),
-        (VLLM, "use_tqdm", "", "generate shows no progress"),
+        (VLLM, "use_tqdm", "", "generate and chat show no progress"),
+        (VLLM, "enable_thinking", "thinking", "of chat", SWITCH),
+        (VLLM, "reasoning_effort", "chat_template_kwargs", 'of chat: {"reasoning_effort": "high"}', IN_REQUESTS_TOO),
+        (VLLM, "add_generation_prompt", "continue_final_message", "of chat; else a reply is always begun", IN_REQUESTS),
+        (VLLM, "response_format", "json_schema", "a parameter of SamplingParams", IN_FORMAT),
         (VLLM, "enforce_eager compilation_config", "capture", GRAPHS, IN_PYTHON),
         (VLLM, "cudagraph_capture_sizes max_seq_len_to_capture", "capture", GRAPHS, IN_PYTHON),
         (VLLM, "speculative_config", "speculative_config", "", "--speculative-method and --speculative-model"),

@@ -83,6 +83,8 @@ class Tokenizer:
             ) from error
         self._inner.model_max_length = sys.maxsize  # admission says what is too long; transformers would warn on stderr
         self.folder, self.max_tokens = folder, max_tokens
+        self.model_name = ""
+        """What the user calls the model, for errors; "": they name the folder."""
         self._other_template: Template | None = None  # the last one that a caller brought
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -172,7 +174,9 @@ class Tokenizer:
             return self._other_template
         if self._template is None:
             raise UsageError(
-                f"{self.folder} has no chat template.", remedy="use generate with a prompt that you format yourself"
+                f"{self.model_name or self.folder} has no chat template.",
+                remedy="pass one (chat_template= in Python, --chat-template FILE of `inferplane serve`), or use "
+                "generate with a prompt that you format yourself",
             )
         return self._template
 

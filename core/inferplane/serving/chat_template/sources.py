@@ -12,7 +12,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from inferplane.dialogue.render import compile_template
+from inferplane.dialogue.render import compile_template, describe_syntax_error
+from inferplane.dialogue.template import is_template_source
 from inferplane.errors import UsageError
 from inferplane.serving.chat_template.template import ChatTemplate
 from inferplane.serving.errors import invalid
@@ -53,9 +54,9 @@ def _check(source: str) -> None:
     try:
         compile_template(source)
     except (TemplateError, RecursionError) as error:
-        where = f", line {line}" if (line := getattr(error, "lineno", None)) else ""
-        what = f"The chat template does not compile ({type(error).__name__}: {error}{where})."
-        raise UsageError(what, remedy="mend it: it is a Jinja template as transformers renders them") from error
+        raise UsageError(
+            describe_syntax_error(error), remedy="mend it: it is a Jinja template as transformers renders them"
+        ) from error
 
 
 class RequestTemplates:
@@ -77,13 +78,19 @@ class RequestTemplates:
         """Lend the template with a source, which one request at a time uses.
 
         Raises:
-            ApiError: 400, requests may not bring templates.
+            ApiError: 400, requests may not bring templates, or this is none.
         """
         if not self._are_allowed:
             message = "chat_template: Not allowed: the server's setting trust_request_chat_template is off."
             raise invalid(message, "chat_template", "unsupported")
+        if not is_template_source(source):
+            message = (
+                "chat_template: No Jinja template: it has neither {{ nor {%; pass the template's text, not the name "
+                "of a file."
+            )
+            raise invalid(message, "chat_template")
         async with self._running:
-            template = self._idle.pop(source, None) or ChatTemplate(source, self._tokens)
+            template = self._idle.pop(source, None) or ChatTemplate(source, self._tokens, field="chat_template")
             try:
                 yield template
             finally:

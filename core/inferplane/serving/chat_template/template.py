@@ -24,14 +24,20 @@ class ChatTemplate:
         tokens: special tokens by their names in templates.
         tool_source: another template for conversations with tools; None: `source` renders them too.
         render_s: most seconds for one conversation.
+        field: of requests, which errors name if the template is at fault.
     """
 
     def __init__(
-        self, source: str, tokens: Mapping[str, Any], tool_source: str | None = None, render_s: float = RENDER_S
+        self,
+        source: str,
+        tokens: Mapping[str, Any],
+        tool_source: str | None = None,
+        render_s: float = RENDER_S,
+        field: str = "messages",
     ) -> None:
         self.facts = Template(source, tokens, tool_source)
-        self._plain = _Worker(source, tokens, render_s)
-        self._with_tools = _Worker(tool_source, tokens, render_s) if tool_source is not None else self._plain
+        self._plain = _Worker(source, tokens, render_s, field)
+        self._with_tools = _Worker(tool_source, tokens, render_s, field) if tool_source is not None else self._plain
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any) -> ChatTemplate | None:
@@ -106,7 +112,8 @@ async def render_conversation(
 class _Worker:
     """A thread that renders one conversation after the other; one whose client has left is finished, too."""
 
-    def __init__(self, source: str, tokens: Mapping[str, Any], render_s: float) -> None:
+    def __init__(self, source: str, tokens: Mapping[str, Any], render_s: float, field: str) -> None:
+        self._field = field
         self.renderer = Renderer(source, tokens, render_s)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="inferplane-template")
         self._is_reported = False
@@ -117,7 +124,7 @@ class _Worker:
         except RenderError as error:
             if error.reason == "refused":
                 raise invalid(describe_refusal(error.message), "messages") from error
-            raise invalid(error.message, "messages", error.reason) from error
+            raise invalid(error.message, self._field, error.reason) from error
 
     async def _render(self, given: Mapping[str, Any]) -> str:
         text = await asyncio.get_running_loop().run_in_executor(self._thread, self.renderer.render, given)

@@ -348,7 +348,7 @@ LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% end
         ("{% if messages[0].content == 'hang' %}" + LOOP + "{% endif %}fine", "takes longer than"),
         ("{{ 'x' * 20000000 }}", "writes more than"),
         ("{{ 'x' * 2000000000 }}", "MemoryError"),
-        ("{% for %}", "its process ended"),
+        ("{% for %}", r"does not compile \(TemplateSyntaxError: .*, line 1\)"),
     ],
 )
 def test_chat_with_a_template_that_does_harm(tmp_path, template, said, monkeypatch):
