@@ -129,9 +129,20 @@ def test_no_thought_before_a_constraint_begins_the_answer(build):
 
 
 def test_a_budget_before_json_alone_is_named(build):
+    grammar = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[0-9]+"}}
+    custom = {"type": "custom", "custom": {"name": "patch", "format": grammar}}
+    choice = {"type": "custom", "custom": {"name": "patch"}}
+    call, plan = build("openai", HARMONY, tools=[custom], tool_choice=choice, thinking_budget=5)
+    assert call.ignored == ["thinking_budget"] and "reasoning" not in call.sampling and plan.is_bare
+
+
+def test_a_text_of_a_custom_tool_has_a_header(build):
     custom = {"type": "custom", "custom": {"name": "patch"}}
-    call, _ = build("openai", HARMONY, tools=[custom], tool_choice=custom, thinking_budget=5)
-    assert call.ignored == ["thinking_budget"] and "reasoning" not in call.sampling
+    call, plan = build("openai", HARMONY, tools=[custom], tool_choice=custom, thinking_budget=5)
+    assert "commentary to=functions." in call.sampling["grammar"] and call.sampling["reasoning"].max_tokens == 5
+    text = '<|channel|>commentary to=functions.patch <|constrain|>json<|message|>{"input": "+1"}<|call|>'
+    reply = read(plan, f"<|channel|>analysis<|message|>So.<|end|><|start|>assistant{text}")
+    assert reply.reasoning == "So." and reply.calls[0]["custom"]["input"] == "+1" and not reply.content
 
 
 @pytest.mark.parametrize("value", ["none", "low"])

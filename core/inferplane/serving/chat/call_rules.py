@@ -56,7 +56,7 @@ def list_unenforced(form: ReplyForm, plan: ToolPlan) -> list[str]:
 
 def demand_calls(form: ReplyForm, plan: ToolPlan, special_tokens: Mapping[str, int]) -> dict[str, Any] | None:
     """Return the constraint of demanded calls in the form of the family, as a field of `SamplingParams`; None if they
-    have to be in generic JSON, as texts of custom tools with a grammar of their own have.
+    have to be in generic JSON, or are the text of a custom tool.
 
     Args:
         form: how the model writes calls.
@@ -64,8 +64,10 @@ def demand_calls(form: ReplyForm, plan: ToolPlan, special_tokens: Mapping[str, i
         special_tokens: text -> id, of the tokenizer's special tokens.
     """
     own = form.tools[0] if form.tools else None
-    if own is None or not own.template_marks or plan.named in plan.custom:
+    if own is None or not own.template_marks:
         return None
+    if plan.named in plan.custom and not (form.uses_channels and plan.custom[plan.named] is None):
+        return None  # a text without a header is no call in channels
     grammar = _make_grammar(own, plan, special_tokens, is_triggered=False)
     return {"grammar": grammar} if grammar else None
 
