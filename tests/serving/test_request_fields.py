@@ -82,6 +82,57 @@ def test_fields_of_transformers_are_refused_with_what_to_use(form, name, value, 
     assert error.message == (f"{name}: Not supported: use {instead}." if instead else f"{name}: Not supported.")
 
 
+@pytest.mark.parametrize(
+    ("form", "name", "value", "instead"),
+    [
+        ("chat", "think", False, "enable_thinking or reasoning_effort"),
+        ("chat", "think", "high", "enable_thinking or reasoning_effort"),
+        ("chat", "format", "json", "response_format"),
+        ("completions", "format", {"type": "object"}, "response_format"),
+        ("native", "format", "json", "OpenAI's dialect"),
+        ("chat", "reasoning", {"effort": "low"}, "reasoning_effort"),
+        ("chat", "repeat_penalty", 1.1, "repetition_penalty"),
+        ("native", "repeat_penalty", 1.1, "penalty_score"),
+    ],
+)
+def test_fields_of_ollama_llama_cpp_and_openrouter_are_refused_with_what_to_use(form, name, value, instead):
+    model, body = MODELS[form]
+    error = refusal(model, {**body, name: value})
+    assert error is not None and (error.status, error.param, error.code) == (400, name, "unsupported")
+    assert f"use {instead}" in error.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "kinds"),
+    [
+        ({"tools": [{"function": {"name": "f"}}]}, "tools[0].type", "'function', 'custom'"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}, {}]}, "tools[1].type", "'function', 'custom'"),
+        ({"response_format": {}}, "response_format.type", "'text', 'json_object', 'json_schema'"),
+        ({"response_format": {"type": None}}, "response_format.type", "'text', 'json_object', 'json_schema'"),
+    ],
+)
+def test_an_object_without_its_type_is_answered_with_the_types_that_there_are(fields, param, kinds):
+    model, body = MODELS["chat"]
+    error = refusal(model, {**body, **fields})
+    assert error is not None
+    assert (error.param, error.code) == (param, "missing_required_parameter")
+    assert error.message == f"{param}: it is required: one of {kinds}."
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "kinds"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function', 'custom'"),
+        ({"response_format": {"type": "json"}}, "response_format.type", "'text', 'json_object', 'json_schema'"),
+    ],
+)
+def test_an_object_of_an_unknown_type_is_answered_with_the_types_that_there_are(fields, param, kinds):
+    model, body = MODELS["chat"]
+    error = refusal(model, {**body, **fields})
+    assert error is not None and (error.param, error.code) == (param, "invalid_value")
+    assert error.message == f"{param}: it is none of these: {kinds}."
+
+
 @pytest.mark.parametrize("kind", ["integer", "array", ["string", "null"], 5])
 def test_a_json_object_of_another_type_is_refused(kind):
     model, body = MODELS["chat"]

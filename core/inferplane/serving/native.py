@@ -69,7 +69,7 @@ REFUSED = {
     **dict.fromkeys((*CONSTRAINTS, "logprobs"), Refused("OpenAI's dialect", (False,))),
     "stop": Refused("stop_sequences", ([],)),
     "min_tokens": Refused("min_dec_len", (0,)),
-    "repetition_penalty": Refused("penalty_score", (1,)),
+    **dict.fromkeys(("repetition_penalty", "repeat_penalty"), Refused("penalty_score", (1,))),
     "frequency_penalty": Refused("frequency_score", (0,)),
     "presence_penalty": Refused("presence_score", (0,)),
     "stop_token_ids": Refused("eos_token_ids", ([],)),

@@ -23,7 +23,7 @@ MAX_UNKNOWN = 64
 
 CONSTRAINTS = (
     *("response_format", "regex", "grammar", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-    *("structured_outputs", "json_schema", "ebnf"),
+    *("structured_outputs", "json_schema", "ebnf", "format"),
 )
 """Fields that constrain the text, under the names of this and other servers: they are never ignored."""
 
@@ -53,7 +53,8 @@ REFUSED: Mapping[str, Refused] = {
     # OpenAI.
     "functions": Refused("tools"),
     "function_call": Refused("tool_choice"),
-    **dict.fromkeys(("audio", "web_search_options", "reasoning", "previous_response_id", "conversation"), _NO),
+    **dict.fromkeys(("audio", "web_search_options", "previous_response_id", "conversation"), _NO),
+    "reasoning": Refused("reasoning_effort, in a chat"),
     "verbosity": Refused(neutral=("medium",)),
     "instructions": Refused("a message of the role system"),
     "truncation": Refused(neutral=("disabled",)),
@@ -78,12 +79,15 @@ REFUSED: Mapping[str, Refused] = {
     "extra_body": Refused("its fields beside the others"),
     # llama.cpp, TGI and Ollama.
     **dict.fromkeys(("n_predict", "num_predict"), Refused("max_tokens", (-1,))),
-    **dict.fromkeys(("repeat_penalty", "typical_p", "tfs_z"), Refused(neutral=(1,))),
+    "repeat_penalty": Refused("repetition_penalty", (1,)),
+    **dict.fromkeys(("typical_p", "tfs_z"), Refused(neutral=(1,))),
     **dict.fromkeys(("mirostat", "dry_multiplier", "xtc_probability", "no_repeat_ngram_size"), Refused(neutral=(0,))),
     **dict.fromkeys(("dynatemp_range", "epsilon_cutoff", "eta_cutoff"), Refused(neutral=(0,))),
     "top_n_sigma": Refused(neutral=(-1,)),
     "do_sample": Refused("temperature", (True,)),
     **dict.fromkeys(("options", "parameters"), Refused("its fields beside the others", ({},))),
+    "format": Refused("response_format", ("",)),
+    "think": Refused("enable_thinking or reasoning_effort, in a chat"),
     "watermark": _OFF,
     "adapter_id": Refused(neutral=("",)),
     # transformers' generation fields.

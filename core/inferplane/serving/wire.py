@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+)
 from pydantic_core import PydanticKnownError, core_schema
 
 from inferplane.dialogue.messages import MessageError, normalize_messages
@@ -64,6 +72,13 @@ class AtMost:
         return value
 
 
+def _name_type(value: Any) -> Any:
+    is_untyped = isinstance(value, dict) and value.get("type") is None
+    return {**value, "type": ""} if is_untyped else value  # the error about a wrong type lists those that there are
+
+
+UNTYPED = BeforeValidator(_name_type)
+"""Of a union of objects that `type` tells apart: an object without it is answered with the types that there are."""
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Stops = Annotated[list[Stop], AtMost(MAX_STOPS)]
@@ -260,6 +275,11 @@ def validate(model: type[Model], data: Mapping[str, Any]) -> Model:
         first, param = _best_error(errors, data)
         code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
         reason = "it is required" if first["type"] == "missing" else first["msg"].removeprefix("Value error, ")
+        if first["type"] == "union_tag_invalid":
+            tag, tags = first["ctx"]["tag"], first["ctx"]["expected_tags"]
+            code, reason = "invalid_value", f"it is none of these: {tags}"
+            if not tag:
+                code, reason = "missing_required_parameter", f"it is required: one of {tags}"
         field = model.model_fields.get(str(first["loc"][0])) if first["loc"] else None
         if field is not None and "not supported" in (field.description or "").lower():  # more telling than the type
             reason = str(field.description).rstrip(".")
@@ -287,7 +307,7 @@ def _check_objects(value: Any, path: str) -> None:
 
 def _best_error(errors: ValidationError, data: Any) -> tuple[Any, str | None]:
     """Of the errors about the first wrong field, return the one that is deepest inside it, and its path."""
-    found = errors.errors(include_url=False, include_context=False, include_input=False)
+    found = errors.errors(include_url=False, include_input=False)
     same = [e for e in found if e["loc"][:1] == found[0]["loc"][:1]]
     paths = [field_path(e["loc"], data, missing=e["type"] == "missing") for e in same]
     deepest = max(range(len(same)), key=lambda i: (len(re.findall(r"[.[]", paths[i] or "")), -i))
@@ -301,7 +321,7 @@ def _best_error(errors: ValidationError, data: Any) -> tuple[Any, str | None]:
         return [int(s) for s in re.findall(r"\[(\d+)\]", paths[i] or "")], right_type, -i
 
     best = max(firsts.values(), key=rank)
-    return same[best], paths[best]
+    return same[best], f"{paths[best]}.type" if same[best]["type"] == "union_tag_invalid" else paths[best]
 
 
 def _without_indices(path: str | None) -> str:

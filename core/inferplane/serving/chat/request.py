@@ -15,6 +15,7 @@ from inferplane.serving.constraints.fields import Constrained
 from inferplane.serving.request_fields import Refused
 from inferplane.serving.wire import (
     MAX_MESSAGES,
+    UNTYPED,
     Alternatives,
     AtMost,
     Count,
@@ -150,7 +151,7 @@ class Custom(NamedFunction):
     """A custom tool: it takes one text."""
 
     description: str | None = None
-    format: Annotated[TextInput | GrammarInput, Field(discriminator="type")] | None = None
+    format: Annotated[TextInput | GrammarInput, Field(discriminator="type"), UNTYPED] | None = None
 
     @property
     def grammar(self) -> GrammarFormat | None:
@@ -170,7 +171,7 @@ class CustomTool(RequestObject):
         return self.custom.name
 
 
-Tool = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
+Tool = Annotated[FunctionTool | CustomTool, Field(discriminator="type"), UNTYPED]
 
 
 class NamedTool(RequestObject):

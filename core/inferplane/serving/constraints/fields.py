@@ -12,7 +12,7 @@ from pydantic import Field
 from inferplane.serving.constraints.schemas import relax
 from inferplane.serving.errors import invalid
 from inferplane.serving.request_fields import Refused
-from inferplane.serving.wire import FunctionName, RequestObject, SamplingFields
+from inferplane.serving.wire import UNTYPED, FunctionName, RequestObject, SamplingFields
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 WORDS = {"json_schema": "response_format", "timeout_s": "timeout"}
@@ -51,7 +51,7 @@ class AsSchema(RequestObject):
     json_schema: SchemaOfAnswer
 
 
-ResponseFormat = Annotated[AsText | AsObject | AsSchema, Field(discriminator="type")]
+ResponseFormat = Annotated[AsText | AsObject | AsSchema, Field(discriminator="type"), UNTYPED]
 
 
 class Constrained(SamplingFields):
