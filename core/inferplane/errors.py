@@ -7,6 +7,7 @@ joins them, one sentence each, or one line each if the first part has several li
 
 from __future__ import annotations
 
+import logging
 import sys
 import sysconfig
 import traceback
@@ -197,3 +198,12 @@ def warn(what: str) -> None:
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("inferplane"):
         frame, level = frame.f_back, level + 1
     warnings.warn(what, InferplaneWarning, stacklevel=level)
+
+
+def log_choice(what: str) -> None:
+    """Log a line about a choice that the user did not make: at the level INFO, but at WARNING in a program that has not
+    configured logging, which shows warnings alone.
+    """
+    log = logging.getLogger("inferplane")
+    is_configured = log.level != logging.NOTSET or log.isEnabledFor(logging.INFO)
+    log.log(logging.INFO if is_configured else logging.WARNING, "%s", what)

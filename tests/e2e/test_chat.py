@@ -236,7 +236,7 @@ def test_the_command_line_thinks_as_it_is_set(llm, capsys):
     chat.reply("x", Screen())
     assert "reasoning_content" not in chat.messages[-1]
     for words in ("", "much", "-3"):
-        with pytest.raises(UsageError, match="on, off, or a number"):
+        with pytest.raises(UsageError, match="/think needs on, off or a number of tokens"):
             chat.set_thinking(words)
     assert chat.thinking == {"thinking": False}
 

@@ -141,6 +141,12 @@ def test_each_line_is_a_turn(cli):
     assert out.replace("\n", "") == (first + second).replace("\n", ""), "the second turn knew nothing of the first"
 
 
+def test_commands_of_other_programs(cli):
+    code, out, err = cli("chat", "--device", "cpu", stdin="/clear\n/?\n/bye\nnot read")
+    assert (code, out) == (0, "")
+    assert "the conversation begins anew" in err and "/reset   forget the conversation" in err
+
+
 def test_a_wrong_command_ends_a_script(cli):
     code, _, err = cli("chat", stdin="/rest\n")
     assert code == 2

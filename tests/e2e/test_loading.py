@@ -411,6 +411,8 @@ def test_what_cannot_be_opened(whole):
         LLM(whole[0], device="cpu", kv_cache_bytes=0)
     with pytest.raises(UsageError, match=r"kv_cache_dtype = 'int2'.*auto, fp8, int8"):
         LLM(whole[0], device="cpu", kv_dtype="int2")
+    with pytest.raises(UsageError, match=r"kv_cache_dtype = 'q8_0'.*perhaps int8 was meant"):
+        LLM(whole[0], device="cpu", kv_cache_dtype="q8_0")
     with LLM(whole[0], device="cpu", kv_cache_bytes=2**16) as llm:  # not asked for: what fits
         assert 0 < llm.runner.max_model_len < 512
 

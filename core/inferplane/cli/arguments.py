@@ -6,6 +6,7 @@ import argparse
 import copy
 import difflib
 import os
+import shlex
 import shutil
 from collections.abc import Iterable, Sequence
 from importlib import metadata
@@ -26,6 +27,8 @@ LEAST_LIKENESS, ALMOST_EQUAL = 0.7, 0.85
 """Of an unknown option and the one that is suggested, without their dashes: `--task` is not `--tls-key`."""
 BINDING = ("dtype", "kv_cache_dtype", "quantization", "max_model_len")
 """Options of the engine that decide which kernels are bound, beside the device and pins."""
+LONG_NAMES = {"-n": "--n-predict"}
+"""Short options of other engines that are a parameter's name here, and so are no rows of `other_engines`."""
 # `inferplane.plugins` knows both, but importing it imports torch.
 PLUGIN_GROUP = "inferplane.plugins"
 PLUGIN_VARIABLE = "INFERPLANE_PLUGINS"
@@ -101,13 +104,16 @@ class Parser(argparse.ArgumentParser):
     def _unknown(self, rest: Sequence[str]) -> UsageError:
         known = [name for name in self._option_string_actions if name.startswith("--")]
         options = [word.partition("=")[0] for word in rest if word.startswith("-") and not word[1:2].isdigit()]
-        elsewhere = [found for word in options if (found := advice(word, as_flag))]
+        elsewhere = [found for word in options if (found := advice(LONG_NAMES.get(word, word), as_flag))]
         close = [near for word in options if (near := _find_near(word, known))]
         if options:
             what = f"option{'s' * (len(options) > 1)} {' and '.join(map(repr, options))}"
         else:
             what = f"argument {' '.join(rest)!r}"
             elsewhere = [f"quote words that belong together; a prompt stands behind -p; see `{self.prog} --help`"]
+            if not self._get_positional_actions():
+                first = shlex.quote(rest[0])
+                elsewhere = [f"`{PROGRAM} show {first}` lists a model's files, `{PROGRAM} estimate {first}` its memory"]
         perhaps = f"perhaps {' and '.join(close)} {'were' if close[1:] else 'was'} meant"
         remedy = "; ".join(elsewhere) or (perhaps if close else f"see `{self.prog} --help`")
         return UsageError(f"{self.prog} has no {what}.", remedy=remedy)
@@ -143,7 +149,7 @@ def device_words() -> list[str]:
 def add_model(parser: Parser, *, config: bool = False) -> None:
     """The positional MODEL; with `config`, a config alone will do."""
     also = "a config.json or a folder that holds one" if config else "a folder in the Hugging Face layout"
-    words = f"{also}, or a name as hf:ORG/NAME or qwen3:0.6b; left out: the demo model"
+    words = f"{also}, a GGUF file, or a name as hf:ORG/NAME or qwen3:0.6b; left out: the demo model"
     parser.add_argument("model", metavar="MODEL", nargs="?", default="demo", help=words)
     add_offline(parser)
 

@@ -189,8 +189,8 @@ def _help() -> str:
         "",
         f"  {PROGRAM} VERB --help lists a verb's options; {PROGRAM} --version prints the version",
         "",
-        "MODEL is a folder in the Hugging Face layout, or a name that is downloaded (hf:ORG/NAME, qwen3:0.6b);",
-        "left out, it is the demo model that ships with Inferplane.",
+        "MODEL is a folder in the Hugging Face layout, a GGUF file, or a name that is downloaded (hf:ORG/NAME,",
+        "qwen3:0.6b); left out, it is the demo model that ships with Inferplane.",
     ]
     if devices:
         lines += ["", f"devices with an installed plugin: {', '.join(devices)}"]

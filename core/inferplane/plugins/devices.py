@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from inferplane.errors import DeviceError, InferplaneError, PluginError, UsageError, in_words
+from inferplane.errors import DeviceError, InferplaneError, PluginError, UsageError, in_words, log_choice
 from inferplane.plugins.claims import Settlement
 from inferplane.plugins.records import (
     DeviceEntry,
@@ -218,8 +218,7 @@ class Devices:
                 remedy="name one of them",
             )
         taken = first[0]
-        # A warning, so that users without logging configured see this choice, which they did not make.
-        log.warning("device=%s takes %s: %s", AUTO, taken.name, taken.probe.reason)
+        log_choice(f"device={AUTO} takes {taken.name}: {taken.probe.reason}")
         return taken
 
     # -- errors

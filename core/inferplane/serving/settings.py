@@ -50,7 +50,9 @@ class ServerSettings:
     """
 
     model: str = _model(
-        "demo", "a folder in the Hugging Face layout, a name as hf:ORG/NAME or qwen3:0.6b, or demo", metavar="MODEL"
+        "demo",
+        "a folder in the Hugging Face layout, a GGUF file, a name as hf:ORG/NAME or qwen3:0.6b, or demo",
+        metavar="MODEL",
     )
     offline: bool = _model(False, "download nothing: the model must be a folder or in the cache")
     served_model_name: tuple[str, ...] = _model(

@@ -37,6 +37,8 @@ from inferplane.serving.settings import FIELDS
         (("serve", "--context-length", "4096"), "SGLang's --context-length is --max-model-len here"),
         (("serve", "--tp", "2"), "vLLM's and SGLang's --tp is torchrun"),
         (("chat", "-ngl", "99"), "llama.cpp's -ngl is --device here (all layers are on it)"),
+        (("generate", "-n", "3"), "llama.cpp's --n-predict is --max-tokens here"),
+        (("chat", "--think", "off"), "has no counterpart here: `/think off` in a chat"),
         (("generate", "--temp", "0.5"), "llama.cpp's --temp is --temperature here"),
         (("serve", "--model-id", "x"), "TGI's --model-id is the word behind the verb here"),
         (

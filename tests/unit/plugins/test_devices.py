@@ -155,6 +155,11 @@ def test_auto_takes_the_highest_rank_and_says_so(wheels, caplog):
     with caplog.at_level(logging.INFO, "inferplane"):
         assert host.backend("auto").name == "fast"
     assert [record.getMessage() for record in caplog.records] == ["device=auto takes fast: made of thin air"]
+    assert caplog.records[0].levelno == logging.INFO
+    caplog.clear()
+    with caplog.at_level(logging.WARNING), caplog.at_level(logging.NOTSET, "inferplane"):  # as if nothing is configured
+        host.backend("auto")
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
 def test_auto_prefers_the_in_tree_one_of_equals(wheels):

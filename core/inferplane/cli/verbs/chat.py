@@ -28,6 +28,8 @@ COMMANDS = {
     "/reset": "forget the conversation",
     "/exit": "leave; so does Ctrl-D",
 }
+ALIASES = {"/bye": "/exit", "/quit": "/exit", "/clear": "/reset", "/?": "/help"}
+"""Commands of other programs."""
 PROMPT = "> "
 
 
@@ -106,7 +108,9 @@ class Conversation:
         from inferplane.engine.clients.chat_options import find_switches
 
         if words not in ("on", "off") and not words.isdecimal():
-            raise UsageError(f"/think {words}".rstrip() + ".", there_is="on, off, or a number of tokens")
+            found = f"{words!r} is none" if words else "there is none"
+            what = f"/think needs on, off or a number of tokens: {found}."
+            raise UsageError(what, remedy="/think off, or /think 200")
         does_think = self.llm.plan_chat([{"role": "user", "content": "word"}], self.params).form.reasoning is not None
         is_switch = words in ("on", "off")
         has_switch = is_switch and bool(find_switches(self.llm.tokenizer.template()))
@@ -197,6 +201,7 @@ def _command(words: str, conversation: Conversation, screen: Screen) -> bool:
     Raises:
         UsageError: there is no such command.
     """
+    words = ALIASES.get(words, words)
     name, _, rest = words.partition(" ")
     if words == "/exit":
         return False

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inferplane.cli.arguments import Parser, add_binding, add_examples, add_json, add_model, add_option, binding_options
-from inferplane.cli.screen import Screen
+from inferplane.cli.screen import MIB, Screen
 from inferplane.errors import InferplaneError, UsageError
 from inferplane.hub import DownloadProgress, fetch_headers, find, parse_name
 from inferplane.hub.names import HUGGING_FACE
@@ -82,10 +82,11 @@ def _run(args: argparse.Namespace, screen: Screen, opened: contextlib.ExitStack)
     step_tokens = as_integer("max_num_batched_tokens", args.max_num_batched_tokens, 1)
     memory = _memory(args.memory) if args.memory is not None else None
     files = _find_files(args.model, screen, opened)
-    check_arch(host(), args.device, args.arch)
+    device = host().backend_for_explain(args.device).name  # chosen once: each choice is a note
+    check_arch(host(), device, args.arch)
 
     def planned(devices: int) -> Runner:
-        return Runner.plan_only(files, host(), args.device, replace(options, ranks=devices))
+        return Runner.plan_only(files, host(), device, replace(options, ranks=devices))
 
     runner = planned(devices)
     if memory is None:
@@ -152,10 +153,15 @@ def _shortage(found: Estimate) -> str:
 
 
 def _memory(text: str) -> int:
+    found = 0
     with contextlib.suppress(ValueError):
-        if found := size_of(text):
-            return found
-    raise UsageError(f"--memory {text!r} is no amount of memory.", there_is="for example 80GiB, 512MiB, 24G")
+        found = size_of(text)
+    if not found:
+        raise UsageError(f"--memory {text!r} is no amount of memory.", there_is="for example 80GiB, 512MiB, 24G")
+    if found < MIB and text.strip().isdecimal():
+        what = f"--memory {text!r} is {format_bytes(found)}, less than any device has."
+        raise UsageError(what, remedy=f"perhaps {text.strip()}GiB was meant")
+    return found
 
 
 def _free(plugins: PluginHost, device: str) -> int | None:

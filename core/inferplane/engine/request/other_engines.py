@@ -213,7 +213,12 @@ OTHER_OPTIONS: tuple[OtherOption, ...] = tuple(
         (OLLAMA, "repeat_last_n", "", WHOLE_TEXT),
         (OLLAMA, "mirostat mirostat_eta mirostat_tau tfs_z typical_p", "", BY_PENALTIES),
         (OLLAMA, "format", "json_schema", "the schema", IN_FORMAT),
-        (OLLAMA, "think hidethinking", "", "requests have reasoning_effort and include_reasoning"),
+        (
+            OLLAMA,
+            "think hidethinking",
+            "",
+            "`/think off` in a chat; requests have reasoning_effort and include_reasoning",
+        ),
         (OLLAMA, "keep_alive keepalive max_loaded_models", "", OPERATOR),
         (OLLAMA, "use_mmap use_mlock low_vram numa", "", "weights are read once, into memory of the device"),
         (OLLAMA, "flash_attention", "ops", EXPLAINED, "--op"),

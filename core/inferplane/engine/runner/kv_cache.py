@@ -29,6 +29,8 @@ from inferplane.types import (
 )
 
 DEFAULT_BLOCK_TOKENS = 64
+SIMILAR = {"q8_0": "int8", "fp8_e4m3": "fp8", **dict.fromkeys(("f16", "bf16", "float16", "bfloat16"), "auto")}
+"""`kv_cache_dtype` of llama.cpp, Ollama and vLLM -> the one here."""
 KV_SHARE = 0.3
 """Share of the free device memory that the cache may take by default."""
 
@@ -68,9 +70,11 @@ def kv_layouts_for(
                 remedy="use a draft model whose cache has blocks of that size, or another method",
             )
     if not fitting:
+        similar = SIMILAR.get(options.kv_cache_dtype.lower(), "")
         raise UsageError(
             f"kv_cache_dtype = {options.kv_cache_dtype!r} on device {backend.name!r}.",
             there_is=", ".join(sorted({x.kv_dtype for x in known})),
+            remedy=f"perhaps {similar} was meant" if similar in {x.kv_dtype for x in known} else "",
         )
     return fitting
 

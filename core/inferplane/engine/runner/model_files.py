@@ -146,10 +146,10 @@ class ModelFiles:
 
 
 def _what_it_is(name: str, path: Path) -> str:
-    """What a model is that is no folder, for an error: empty if nothing is known."""
+    """What a model is that is no folder, for an error."""
     if path.is_file():
         return ", but a file"
-    return ", but an address of which nothing is downloaded" if ADDRESS.fullmatch(name) else ""
+    return ", but an address of which nothing is downloaded" if ADDRESS.fullmatch(name) else " or file"
 
 
 def _how_to_get_a_folder(name: str, path: Path) -> str:

@@ -172,6 +172,11 @@ def test_command(capsys, monkeypatch):
     assert data["fits"] is False
     for wrong in ("many", "0"):
         assert main.main(["estimate", "--memory", wrong]) == WRONG_USAGE
+    capsys.readouterr()
+    assert main.main(["estimate", "--memory", "16"]) == WRONG_USAGE
+    assert "perhaps 16GiB was meant" in capsys.readouterr().err
+    assert main.main(["estimate", "--memory", "12MiB"]) == FAILED  # tries further numbers of devices
+    assert capsys.readouterr().err.count("device=auto takes") == 1
 
 
 BIG = {

@@ -95,9 +95,10 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Warned(msgspec.Struct, frozen=True, tag=True):
-    """A warning while the model was loaded."""
+    """A warning while the model was loaded, or a line about a choice (`inferplane.errors.log_choice`)."""
 
     text: str
+    is_choice: bool = False
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

@@ -21,7 +21,7 @@ from inferplane.engine.clients.process.child import EngineProcess, frame
 from inferplane.engine.clients.process.messages import FromEngine
 from inferplane.engine.request.results import Delta, FinishReason, Timings
 from inferplane.engine.request.seeds import as_int64
-from inferplane.errors import EngineError, InferplaneError, UsageError, warn
+from inferplane.errors import EngineError, InferplaneError, UsageError, log_choice, warn
 
 CLOSE_S = 30.0  # seconds after draining in which the engine has to close, and then its process to exit
 
@@ -173,7 +173,7 @@ class RemoteEngine:
                 if isinstance(message, messages.Progress) and progress is not None:
                     progress(message.done, message.total)
                 if isinstance(message, messages.Warned):
-                    (on_warning or warn)(message.text)
+                    (log_choice if message.is_choice else on_warning or warn)(message.text)
         except BaseException:
             self._dispose()
             raise

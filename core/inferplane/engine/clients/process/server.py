@@ -141,17 +141,20 @@ class Connection:
 class _Forwarding(logging.Handler):
     """Forwards Inferplane's log messages within its block; this process has no log of its own."""
 
-    def __init__(self, forward: Callable[[str], None]) -> None:
+    def __init__(self, forward: Callable[[messages.Warned], None]) -> None:
         super().__init__()
         self._forward, self._logger = forward, logging.getLogger("inferplane")
+        self._level = self._logger.level
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._forward(record.getMessage())
+        self._forward(messages.Warned(record.getMessage(), record.levelno < logging.WARNING))
 
     def __enter__(self) -> None:
         self._logger.addHandler(self)
+        self._logger.setLevel(logging.INFO)
 
     def __exit__(self, *unused: object) -> None:
+        self._logger.setLevel(self._level)
         self._logger.removeHandler(self)
 
 
@@ -163,14 +166,17 @@ def _load(message: messages.LoadModel, owner: Connection) -> LocalEngine:
     def progress(done: int, total: int) -> None:
         owner.post(messages.Progress(done, total))
 
-    sent: set[str] = set()
+    sent: set[messages.Warned] = set()
+
+    def send(message: messages.Warned) -> None:
+        if message not in sent:  # a draft model may give the same warning
+            sent.add(message)
+            owner.post(message)
 
     def showwarning(message: Warning | str, *unused: Any) -> None:
-        if str(message) not in sent:  # a draft model may give the same warning
-            sent.add(str(message))
-            owner.post(messages.Warned(str(message)))
+        send(messages.Warned(str(message)))
 
-    with warnings.catch_warnings(), _Forwarding(showwarning):
+    with warnings.catch_warnings(), _Forwarding(send):
         warnings.showwarning = showwarning  # type: ignore[assignment]
         warnings.simplefilter("always", InferplaneWarning)  # the owner's process has the filters
         llm = LLM(message.model, progress=progress, **message.options)
