@@ -99,6 +99,22 @@ def test_variables_that_a_template_does_not_read_are_named():
 
 
 @pytest.mark.parametrize(
+    ("thinks", "effort", "ignored"),
+    [
+        (False, "high", ["reasoning_effort"]),
+        (True, "high", ["reasoning_effort"]),
+        (True, "none", ["reasoning_effort"]),
+        (False, "none", []),
+        (False, None, []),
+    ],
+)
+def test_an_effort_is_named_where_a_switch_decides(thinks, effort, ignored):
+    source = "{{ messages[0].content }}{% if enable_thinking %}[thinks]{% endif %}"
+    text, found = rendered(source, [USER], enable_thinking=thinks, reasoning_effort=effort)
+    assert ("[thinks]" in text) is thinks and found == ignored
+
+
+@pytest.mark.parametrize(
     ("source", "fields", "param"),
     [
         (TRIMMED, {"documents": [{"text": "x"}]}, "documents"),

@@ -125,8 +125,8 @@ class TemplateFields(RequestBody):
         if field is None:
             return values, []
         if switches:
-            exact = field != "reasoning_effort" or not thinks
-            return {**dict.fromkeys(switches, thinks), **values}, [] if exact else [field]
+            is_exact = effort is None or "reasoning_effort" in values or (effort == "none" and not thinks)
+            return {**dict.fromkeys(switches, thinks), **values}, [] if is_exact else ["reasoning_effort"]
         if form is not None and form.reasoning is not None and not thinks:
             raise _make_refusal(field)
         return values, [field]
