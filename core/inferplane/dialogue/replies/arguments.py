@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from inferplane.dialogue.replies.values import follow_ref
+from inferplane.dialogue.schema_refs import find_referenced
 
 _COMBINED = frozenset(
     {
@@ -15,6 +16,16 @@ _COMBINED = frozenset(
     }
 )
 """Keywords that say of an object more than which properties it has."""
+
+_NOTES = frozenset(
+    {
+        *("type", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "nullable"),
+        *("$comment", "$id", "$schema", "$anchor", "$defs", "definitions", "$ref", "anyOf", "oneOf", "allOf"),
+    }
+)
+"""Keywords that do not limit the texts that a schema allows, beside those that are followed."""
+MAX_HOPS = 8
+"""Most references to references that are followed to the choices of an argument."""
 
 
 class NotInForm(Exception):
@@ -53,3 +64,56 @@ def list_arguments(schema: Mapping[str, Any]) -> list[Argument]:
     if not needed <= allowed.keys():
         raise NotInForm("An argument that is required has no schema.")
     return [Argument(name, part, name in needed) for name, part in allowed.items()]
+
+
+def list_choices(part: Any, root: Mapping[str, Any]) -> list[str | None] | None:
+    """Return the texts that an argument may be, and None for null; None if it is not a choice of these.
+
+    Args:
+        part: schema of the argument.
+        root: schema of the function.
+    """
+    part = _follow(part, root)
+    either = next((part[key] for key in ("anyOf", "oneOf") if isinstance(part.get(key), list)), [part])
+    found: list[str | None] = []
+    for one in either:
+        schema = _follow(one, root)
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        values = [None] if schema.get("type") == "null" else values
+        if not isinstance(values, list) or not all(value is None or isinstance(value, str) for value in values):
+            return None
+        found += values
+    return found if any(found) else None
+
+
+def _follow(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the reference at the top of a schema names; an empty schema if that is none."""
+    for _ in range(MAX_HOPS):
+        if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
+            break
+        schema = find_referenced(schema["$ref"], root)
+    return schema if isinstance(schema, Mapping) else {}
+
+
+def list_limits(part: Any, root: Mapping[str, Any], followed: set[int]) -> set[str]:
+    """Return the keywords by which a schema limits what its types allow.
+
+    Args:
+        part: a schema.
+        root: what its references are relative to.
+        followed: identities of what references name that were followed already; gets those that are.
+    """
+    found, waiting = set[str](), [part]
+    while waiting:
+        schema = waiting.pop()
+        if not isinstance(schema, Mapping):
+            continue
+        found |= schema.keys() - _NOTES
+        reference = schema.get("$ref")
+        target = find_referenced(reference, root) if isinstance(reference, str) else None
+        if target is not None and id(target) not in followed:
+            followed.add(id(target))
+            waiting.append(target)
+        for key in ("anyOf", "oneOf", "allOf"):
+            waiting += schema[key] if isinstance(schema.get(key), list) else []
+    return found

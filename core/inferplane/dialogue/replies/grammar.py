@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from inferplane.dialogue.replies.arguments import NotInForm, list_arguments
+from inferplane.dialogue.replies.arguments import NotInForm, list_arguments, list_choices, list_limits
 from inferplane.dialogue.replies.calls import MAX_CALLS
 from inferplane.dialogue.replies.forms import KeyKind, ToolForm
 from inferplane.dialogue.replies.values import JsonTypes, TypeFinder, quote
-from inferplane.dialogue.schema_refs import extract_part
+from inferplane.dialogue.schema_refs import extract_part, find_referenced
 
 Tools = Mapping[str, Mapping[str, Any]]
 SPACE = r"/[ \t\n]{0,8}/"
@@ -37,6 +37,7 @@ def make_call_grammar(
     is_triggered: bool = False,
     json_options: Mapping[str, Any] | None = None,
     max_bytes: int | None = None,
+    unenforced: set[str] | None = None,
 ) -> str:
     """Return the grammar of one or more calls, as Lark text; "" if the form cannot hold the calls to their schemas, as
     one that writes arguments one by one cannot where a schema does not list them.
@@ -49,12 +50,15 @@ def make_call_grammar(
         is_triggered: the text begins behind `form.trigger`, and ends with the marks that belong to it.
         json_options: options of llguidance for each schema, as its `x-guidance` has them.
         max_bytes: a longer grammar is "" too.
+        unenforced: gets the keywords of the schemas that have no effect on arguments that are written as text.
     """
     writer = _GrammarWriter(form, special_tokens or {}, json_options, max_bytes)
     try:
         calls = [writer.add_call(name, schema) for name, schema in tools.items()]
     except (NotInForm, LookupError, _TooLong):
         return ""
+    if unenforced is not None:
+        unenforced |= writer.unenforced
     writer.rules["call"] = " | ".join(calls)
     writer.rules["start"] = writer.join_calls(max_calls, is_triggered)
     rules = sorted(writer.rules.items(), key=lambda rule: rule[0] != "start")
@@ -81,6 +85,9 @@ class _GrammarWriter:
         names = sorted((name for name in special_tokens if name), key=len, reverse=True)
         self._tokens = re.compile("|".join(map(re.escape, names)) or "(?!)")
         self.rules: dict[str, str] = {"ws": SPACE}
+        self.unenforced = set[str]()
+        self._followed = set[int](), set[int]()  # what one function refers to, as choices and else
+        self._choices: dict[int, Sequence[str | None] | None] = {}
 
     # -- all calls
 
@@ -138,19 +145,21 @@ class _GrammarWriter:
 
     def _header(self, name: str) -> str:
         slots = {"{index}": "/[0-9]{1,2}/", "{id}": "/[A-Za-z0-9]{9}/"}
-        parts = re.split(r"(\{index\}|\{id\})", self._form.headers[0].replace("{name}", name))
-        return " ".join(slots.get(part) or self._text(part) for part in parts if part)
+        headers = []
+        for header in self._form.headers:
+            parts = re.split(r"(\{index\}|\{id\})", header.replace("{name}", name))
+            headers.append(" ".join(slots.get(part) or self._text(part) for part in parts if part))
+        return f"({' | '.join(headers)})" if len(headers) > 1 else headers[0]
 
     def _add_parameters(self, schema: Mapping[str, Any]) -> str:
         found, types = [], TypeFinder(schema)
+        self._followed, self._choices = (set(), set()), {}
         for key, part, is_required in list_arguments(schema):
             name = f"parameter_{len(self.rules)}"
             self.rules[name] = ""
             allowed = types.find(key)
-            values = [
-                self._parameter(self._form.key_begin + key + mark, kind, allowed, part, schema)
-                for mark, kind in self._form.key_end_marks
-            ]
+            begin, kinds = self._form.key_begin + key, self._form.key_end_marks
+            values = [self._parameter(begin + mark, kind, allowed, part, schema) for mark, kind in kinds]
             self.rules[name] = " | ".join(value for value in values if value)
             found.append(name if is_required else f"{name}?")
         return " ".join(found)
@@ -165,13 +174,29 @@ class _GrammarWriter:
             return ""
         begin = self._text(begin)
         begin += f" ws {self._text(form.value_begin)}" if form.value_begin else ""
-        values = part.get("enum") if isinstance(part, Mapping) else None
-        if kind != "json" and isinstance(values, list) and values and all(isinstance(value, str) for value in values):
-            options = " | ".join(quote(value) for value in values)
-            return f"{begin} ws ({options}) ws {self._text(form.value_end)} ws"
-        if is_text and kind != "json":
+        if not is_text or kind == "json":
+            return f"{begin} ws {self._json_rule(extract_part(part, schema))} ws {self._text(form.value_end)} ws"
+        choices = self._find_choices(part, schema)
+        limits = list_limits(part, schema, self._followed[choices is None])
+        if choices is None:
+            self.unenforced |= limits
             return f"{begin} {self._text_rule()} ws"
-        return f"{begin} ws {self._json_rule(extract_part(part, schema))} ws {self._text(form.value_end)} ws"
+        self.unenforced |= limits - {"const", "enum"}
+        texts = ["null" if choice is None else choice for choice in choices if choice is not None or kind != "text"]
+        self._spend(sum(map(len, texts)) + len(texts))
+        padding = " | ".join(map(quote, form.value_padding))
+        space = f"({padding})?" if padding else ""
+        return f"{begin} {space} ({' | '.join(map(quote, texts))}) {space} {self._text(form.value_end)} ws"
+
+    def _find_choices(self, part: Any, schema: Mapping[str, Any]) -> Sequence[str | None] | None:
+        """As `list_choices`, once for what a reference names, which may have many spellings."""
+        reference = part.get("$ref") if isinstance(part, Mapping) else None
+        if not isinstance(reference, str):
+            return list_choices(part, schema)
+        target = find_referenced(reference, schema)
+        if id(target) not in self._choices:
+            self._choices[id(target)] = list_choices(target, schema)
+        return self._choices[id(target)]
 
     def _text_rule(self) -> str:
         """Any text up to the mark after a value, and the mark."""
@@ -213,11 +238,15 @@ class _GrammarWriter:
         if self._options and isinstance(schema, Mapping):
             schema = {**schema, "x-guidance": dict(self._options)}
         text = json.dumps(schema)
-        self._left -= len(text)
-        if self._left < 0:
-            raise _TooLong
+        self._spend(len(text))
         self.rules[name] = f"%json {text}"
         return name
+
+    def _spend(self, length: int) -> None:
+        """Count what a schema adds to the grammar."""
+        self._left -= length
+        if self._left < 0:
+            raise _TooLong
 
 
 def _escape(text: str) -> str:

@@ -20,6 +20,9 @@ _STRING = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
 _SCALAR = re.compile(r"[^,()\[\]{}:\"'\n]*")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0", "\n": ""}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+_HIGH_SURROGATE = re.compile(r"[dD][89abAB][0-9a-fA-F]{2}")
+_PAIR = re.compile(_HIGH_SURROGATE.pattern + r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+_PAIR_LENGTH = len("d83d" + "\\ude00")
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 
 
@@ -138,18 +141,24 @@ def _copy_string(reader: TextReader, write: Emit) -> Steps[None]:
         kind = yield from reader.take(1)
         if kind in _HEX_DIGITS:
             digits = yield from reader.ahead(_HEX_DIGITS[kind])
-            text = _decode(digits) if len(digits) == _HEX_DIGITS[kind] else ""
+            if kind == "u" and _HIGH_SURROGATE.fullmatch(digits):
+                pair = yield from reader.ahead(_PAIR_LENGTH)
+                digits = pair if _PAIR.fullmatch(pair) else digits
+            text = _decode(digits) if len(digits) >= _HEX_DIGITS[kind] else ""
             if text:
-                yield from reader.take(_HEX_DIGITS[kind])
+                yield from reader.take(len(digits))
             write(quote(text or "\\" + kind)[1:-1])
         else:
-            write(quote(_ESCAPES.get(kind, kind if kind in "\\'\"" else "\\" + kind))[1:-1])
+            write(quote(_ESCAPES.get(kind, kind if kind in "\\'\"/" else "\\" + kind))[1:-1])
 
 
 def _decode(digits: str) -> str:
-    """The character with this number in hexadecimal digits; "" if there is none."""
+    """The character with this number in hexadecimal digits, or with these two halves in UTF-16; "" if there is none."""
+    first, _, second = digits.partition("\\u")
     try:
-        number = int(digits, 16)
+        number = int(first, 16)
+        if second:
+            number = 0x10000 + ((number - 0xD800) << 10) + int(second, 16) - 0xDC00
     except ValueError:
         return ""
     return chr(number) if number < 0x110000 and not 0xD800 <= number < 0xE000 else ""

@@ -32,8 +32,14 @@ THOUGHT_PROCESS = ReasoningForm(
 """Granite 3.2. Source: https://huggingface.co/ibm-granite/granite-3.2-8b-instruct."""
 THINK_BRACKETS = ReasoningForm("[THINK]", "[/THINK]", template_marks=("[THINK]",))
 """Magistral. Source: https://huggingface.co/mistralai/Magistral-Small-2509."""
-SEED_THINK = ReasoningForm("<seed:think>", "</seed:think>", template_marks=("<seed:think>",))
-"""Source: https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct."""
+SEED_THINK = ReasoningForm(
+    "<seed:think>",
+    "</seed:think>",
+    other_begin_marks=("<seed:think><seed:cot_budget_reflect>",),
+    template_marks=("<seed:think>",),
+)
+"""The other mark is at the end of a prompt without a budget for thoughts.
+Source: https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct."""
 THOUGHT = ReasoningForm("<thought>", "</thought>", template_marks=("<thought>",))
 """Source: https://huggingface.co/LGAI-EXAONE/EXAONE-Deep-7.8B."""
 START_THINKING = ReasoningForm(
@@ -89,7 +95,6 @@ SEED_CALLS = ToolForm(
     key_begin="<parameter=",
     key_end_marks=((">", "schema"),),
     value_end="</parameter>",
-    value_padding="\n",
     separator="\n",
     template_marks=("<seed:tool_call>",),
 )

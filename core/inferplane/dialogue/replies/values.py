@@ -40,7 +40,7 @@ def follow_ref(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 class TypeFinder:
     """Finds the types of a function's parameters.
 
-    Each reference is followed once, so that the time does not grow faster than the schema, whatever refers to what.
+    What a reference names is looked at once, so that the time does not grow faster than the schema.
 
     Args:
         schema: JSON schema of the parameters.
@@ -50,7 +50,7 @@ class TypeFinder:
         self._root, self._visits = schema, 0
         properties = follow_ref(schema).get("properties")
         self._properties = properties if isinstance(properties, Mapping) else {}
-        self._referenced: dict[str, JsonTypes | None] = {}
+        self._referenced: dict[int, JsonTypes | None] = {}  # by identity: a reference has many spellings
 
     def find(self, key: str) -> JsonTypes | None:
         """Return the types that are allowed for a parameter; None if the schema does not say, or not plainly."""
@@ -62,10 +62,11 @@ class TypeFinder:
             return None
         reference = schema.get("$ref")
         if isinstance(reference, str):
-            if reference not in self._referenced:
-                self._referenced[reference] = None  # what a reference to itself says
-                self._referenced[reference] = self._find(find_referenced(reference, self._root), depth + 1)
-            return self._referenced[reference]
+            target = find_referenced(reference, self._root)
+            if id(target) not in self._referenced:
+                self._referenced[id(target)] = None  # what a reference to itself says
+                self._referenced[id(target)] = self._find(target, depth + 1)
+            return self._referenced[id(target)]
         null = frozenset(("null",)) if schema.get("nullable") is True else frozenset()
         given = schema.get("type")
         if isinstance(given, str):

@@ -75,4 +75,6 @@ def demand_calls(form: ReplyForm, plan: ToolPlan, special_tokens: Mapping[str, i
 def _make_grammar(form: ToolForm, plan: ToolPlan, special_tokens: Mapping[str, int], is_triggered: bool) -> str:
     """Return the grammar of calls; "" if it is too long, or the form cannot hold the calls to their schemas."""
     options: Any = {"max_calls": plan.max_calls, "is_triggered": is_triggered, "json_options": JSON_OPTIONS}
-    return make_call_grammar(form, plan.tools, special_tokens, **options, max_bytes=MAX_GRAMMAR_BYTES["grammar"])
+    options.update(max_bytes=MAX_GRAMMAR_BYTES["grammar"], unenforced=(unenforced := set[str]()))
+    grammar = make_call_grammar(form, plan.tools, special_tokens, **options)
+    return "" if plan.is_strict and unenforced else grammar

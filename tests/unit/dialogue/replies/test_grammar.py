@@ -43,7 +43,6 @@ OTHERS = (
     "<|python_start|>",
     "'",
     "list_alljson",
-    "[CALL_ID]",
     '"type"',
     '"{',
     '{"arguments"',

@@ -59,6 +59,7 @@ HARMONY = (
     + "{{ '<|call|>' }}{%- endfor %}"
 )
 CODER = ("\n<function=", ">\n", "<parameter=", ">\n", "\n</parameter>\n", "</function>")
+SEED = ("\n<function=", ">\n", "<parameter=", ">", "</parameter>\n", "</function>")
 GRANITE = think("Here is my thought process:\n", "\nHere is my response:\n")
 ANSWER = "{%- if m.content %}{{ '<answer>\n' + m.content }}{% endif %}"
 TEMPLATES = {
@@ -73,7 +74,7 @@ TEMPLATES = {
     + parameters("\n<tool_call>\n<function=", *CODER[1:-1], CODER[-1] + "\n</tool_call>"),
     "seed_oss": think("<seed:think>\n", "\n</seed:think>\n")
     + CONTENT
-    + if_calls("{{ '\n<seed:tool_call>' }}" + parameters(*CODER) + "{{ '\n</seed:tool_call>' }}"),
+    + if_calls("{{ '\n<seed:tool_call>' }}" + parameters(*SEED) + "{{ '\n</seed:tool_call>' }}"),
     "glm45": "{{ '\n<think>' + (m.reasoning_content or '') + '</think>' }}"
     + "{{ '\n' + m.content if m.content }}"
     + parameters("\n<tool_call>", "\n", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", "</tool_call>"),

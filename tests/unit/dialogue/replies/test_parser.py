@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from inferplane.dialogue.replies.catalog import FORMS, choose_form
@@ -188,3 +190,60 @@ def test_without_tools_and_in_mode_none_a_call_is_content():
     assert parse(form("none", "hermes"), ONE, mode="none") == [Content(ONE)]
     parser = ReplyParser(form("none", "hermes"))
     assert join_events([*parser.feed(ONE), *parser.end()]) == [Content(ONE)]
+
+
+HEADER, FINAL = "<|channel|>commentary to=functions.get <|constrain|>json<|message|>", "<|channel|>final<|message|>"
+THOUGHT, START = "<|channel|>analysis<|message|>Hm.", "<|start|>assistant"
+
+
+@pytest.mark.parametrize("size", [1, 5, 10**6])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"<|end|>{START}{FINAL}Hi<|return|>", [Content("Hi")]),
+        (f"{THOUGHT}<|end|><|end|>{START}{FINAL}Hi<|return|>", [Reasoning("Hm."), Content("Hi")]),
+        (f"{THOUGHT}<|end|>{START}<|channel|><|end|>{START}{FINAL}Hi", [Reasoning("Hm."), Content("Hi")]),
+        (f"{THOUGHT}<|end|>{START}<|channel|>comm<|end|>{FINAL}Hi", [Reasoning("Hm."), Content("Hi")]),
+        (f"<|channel|>anal{START}{FINAL}Hi", [Content("Hi")]),
+        (f"<|channel|>anal{FINAL}Hi", [Content("Hi")]),
+        (
+            f'{THOUGHT}<|end|>{START}{FINAL}{HEADER}{{"a": 1}}<|call|>',
+            [Reasoning("Hm."), *call("get", '{"a": 1}')],
+        ),
+        (f"{THOUGHT} A <|channel|> is one.<|end|>{START}{FINAL}Hi", None),
+        (f"{FINAL}A <|channel|> is one.<|return|>", [Content("A <|channel|> is one.")]),
+        (f"{THOUGHT}<|end|>{START}", [Reasoning("Hm.")]),
+        (f"{THOUGHT}<|end|>{START}<|channel|>fin", [Reasoning("Hm.")]),
+        (f"{THOUGHT}<|end|>{START} to=functions.get<|channel|>commentary js", [Reasoning("Hm.")]),
+        (f"{THOUGHT}<|end|>{START}<|channel|>commentary to=functions.ge", [Reasoning("Hm.")]),
+        (f"{FINAL}<|channel|>Hm", [Content("<|channel|>Hm")]),
+    ],
+)
+def test_messages_that_are_cut_off_or_forced(text, expected, size):
+    thought = [Reasoning("Hm. A <|channel|> is one."), Content("Hi")]
+    assert parse(form("openai", "openai"), text, size) == (expected or thought)
+
+
+def test_a_prompt_may_begin_the_thought_with_another_mark():
+    seed = form("seed_oss", "seed_oss")
+    assert seed.reasoning.is_open_after("<seed:bos>assistant\n<seed:think><seed:cot_budget_reflect>")
+    assert not seed.reasoning.is_open_after("<seed:bos>assistant\n")
+    text = "<seed:tool_call>\n<function=get>\n<parameter=s>a\n</parameter>\n</function>\n</seed:tool_call>"
+    assert parse(seed, text, 1) == call("get", '{"s": "a\\n"}')
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (r"a\/b", "a/b"),
+        (r"\ud83d\ude00!", "\U0001f600!"),
+        (r"\uD83D\uDE00", "\U0001f600"),
+        (r"\ud83dx", r"\ud83dx"),
+        (r"\ud83d\u0041", r"\ud83dA"),
+        (r"\u00e9", "é"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 10**6])
+def test_escapes_of_texts_in_python(text, value, size):
+    _, arguments = parse(form("none", "pythonic"), f'[get(s="{text}")]', size)
+    assert json.loads(arguments.text) == {"s": value}

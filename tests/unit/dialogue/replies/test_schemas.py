@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inferplane.dialogue.replies import tables
+from inferplane.dialogue.replies.arguments import list_limits
 from inferplane.dialogue.replies.grammar import make_call_grammar
 from inferplane.dialogue.replies.values import TypeFinder
 from inferplane.dialogue.schema_refs import find_referenced
@@ -120,3 +121,67 @@ def test_an_argument_that_is_never_right_is_left_out(form):
     grammar = make(form, {"properties": {"x": {"type": "integer"}, "y": False}})
     assert '"y' not in grammar and "x" in grammar
     assert make(form, {"properties": {"y": False}, "required": ["y"]}) == ""
+
+
+TEXT = {"type": "string"}
+NULL = {"type": "null"}
+
+
+@pytest.mark.parametrize(
+    ("part", "right", "wrong"),
+    [
+        ({"const": "a b"}, ["a b"], ["a", "a b ", " a b", '"a b"']),
+        ({"type": "string", "enum": ["a", "b"]}, ["a", "b"], ["c", " a", "a\n", "ab"]),
+        ({"anyOf": [{"$ref": "#/$defs/Kind"}, NULL]}, ["a", "null"], ["b", "None"]),
+        ({"$ref": "#/$defs/Kind"}, ["a"], ["null"]),
+    ],
+)
+def test_an_argument_that_is_a_choice_is_one_of_the_texts(part, right, wrong):
+    unenforced = set()
+    schema = {"properties": {"x": part}, "required": ["x"], "$defs": {"Kind": {"enum": ["a"]}}}
+    grammar = make(tables.GLM_CALLS, schema, unenforced=unenforced)
+    assert not unenforced
+    assert [accepts(grammar, GLM_CALL.format("x", text)) for text in right] == [True] * len(right)
+    assert [accepts(grammar, GLM_CALL.format("x", text)) for text in wrong] == [False] * len(wrong)
+
+
+def test_one_line_end_at_each_side_of_a_choice_is_padding_where_a_form_has_it():
+    grammar = make(tables.QWEN_CODER_CALLS, {"properties": {"x": {"enum": ["a"]}}})
+    call = "\n<function=f>\n<parameter=x>{}</parameter>\n</function>\n</tool_call>"
+    assert accepts(grammar, call.format("a")) and accepts(grammar, call.format("\na\n"))
+    assert not accepts(grammar, call.format("\n\na")) and not accepts(grammar, call.format(" a"))
+
+
+@pytest.mark.parametrize(
+    ("part", "keywords"),
+    [
+        ({**TEXT, "pattern": "^a", "minLength": 1, "description": "x"}, {"pattern", "minLength"}),
+        ({"anyOf": [{**TEXT, "format": "date"}, NULL]}, {"format"}),
+        ({"anyOf": [{"$ref": "#/$defs/Kind"}, TEXT]}, {"maxLength"}),
+        ({"type": ["string", "integer"], "minimum": 1}, {"minimum"}),
+        ({"type": ["string", "null"], "title": "x", "default": None}, set()),
+        ({"type": "integer", "minimum": 1}, set()),
+        ({}, set()),
+    ],
+)
+def test_keywords_that_have_no_effect_on_texts_are_named(part, keywords):
+    unenforced = set()
+    schema = {"properties": {"x": part}, "$defs": {"Kind": {**TEXT, "maxLength": 9}}}
+    for form in (tables.GLM_CALLS, tables.LFM_CALLS):
+        assert make(form, schema, unenforced=unenforced)
+        assert unenforced == (keywords if form is tables.GLM_CALLS else set())
+        unenforced.clear()
+
+
+def test_choices_count_as_what_they_add_to_a_grammar():
+    kind = {"anyOf": [{"enum": ["word" * 9]}] * 200}
+    schema = {"properties": {f"p{i}": {"$ref": "#/$defs/Kind"} for i in range(200)}, "$defs": {"Kind": kind}}
+    assert make(tables.GLM_CALLS, schema, max_bytes=60_000) == ""
+
+
+def test_spellings_of_a_reference_are_one():
+    names = ["ab", "%61b", "a%62", "%61%62"]
+    root = {"$defs": {"ab": {"anyOf": [{**TEXT, "maxLength": 5}] * 9}}}
+    followed = set()
+    found = [list_limits({"$ref": f"#/$defs/{name}"}, root, followed) for name in names]
+    assert found == [{"maxLength"}, set(), set(), set()] and len(followed) == 1
