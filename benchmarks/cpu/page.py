@@ -34,6 +34,10 @@ SHAPES = {
     "gemma-3-1b": "Gemma-3-1B",
     "gpt-oss-20b": "gpt-oss-20b, 6 layers with 12 experts in MXFP4",
     "qwen3.5-0.8b": "Qwen3.5-0.8B",
+    "smollm2": "SmolLM2-135M-Instruct, the published GGUF file in Q4_1",
+    "gemma3-270m": "Gemma 3 270M, the published GGUF file in Q4_K_M",
+    "llama1b-q8_0": "Llama-3.2-1B's sizes, a GGUF file in Q8_0",
+    "llama1b-q4_k_m": "Llama-3.2-1B's sizes, a GGUF file in Q4_K_M",
 }
 SETS = {
     "amx": "AMX",

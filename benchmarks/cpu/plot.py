@@ -14,7 +14,6 @@ import json
 from pathlib import Path
 
 import matplotlib
-from models import decode_bytes
 
 matplotlib.use("svg")
 from matplotlib import pyplot
@@ -31,17 +30,17 @@ def title(test):
     return f"decoding, {batch}, {numbers[0]} tokens of context{cache}"
 
 
-def panel(axes, shape, test, by_peer):
+def panel(axes, test, by_peer):
     """One test: bars from the top in the order of the file."""
     for at, (name, r) in enumerate(by_peer.items()):
-        engine, _, precision = name.partition(":")
+        engine = name.partition(":")[0]
         low, high = r["spread"]
         middle = r["tokens_per_s"]
         axes.barh(at, middle, color=COLOURS[engine], height=0.7)
         axes.plot([low, high], [at, at], color="black", linewidth=0.8)
         axes.annotate(f" {middle:,.0f}" if middle >= 100 else f" {middle:.1f}", (max(high, middle), at), va="center")
         if "bandwidth" in r:
-            roof = r["probe_gb_s"] * 1e9 / decode_bytes(shape, precision if engine != "transformers" else "bf16")
+            roof = middle / r["bandwidth"]
             axes.plot([roof, roof], [at - 0.45, at + 0.45], color="crimson", linewidth=1.2)
     axes.set_yticks(range(len(by_peer)), by_peer)
     axes.invert_yaxis()
@@ -66,7 +65,7 @@ def main():
         len(tests), 1, figsize=(7.5, 0.26 * sum(heights)), height_ratios=heights, squeeze=False, layout="constrained"
     )
     for one, (test, by_peer) in zip(axes[:, 0], tests, strict=True):
-        panel(one, reports[0]["shape"], test, by_peer)
+        panel(one, test, by_peer)
     args.svg.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.svg, metadata={"Date": None, "Title": f"{reports[0]['shape']} on the cpu backend"})
 

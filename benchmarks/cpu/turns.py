@@ -233,7 +233,7 @@ def main():
         for test, by_peer in found.items()
     }
     report = {
-        "shape": args.shape,
+        "shape": args.file[0][1].stem if args.file else args.shape,
         "machine": platform.processor() or platform.machine(),
         "processor": processor(),
         "threads": torch.get_num_threads(),
