@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ import pytest
 
 from inferplane import LLM, AsyncLLM, SamplingParams
 from inferplane.engine.clients.process import messages
+from inferplane.engine.clients.process.server import _Forwarding
 from inferplane.errors import (
     CapacityError,
     DeviceError,
@@ -26,6 +28,7 @@ from inferplane.errors import (
     InferplaneWarning,
     UnsupportedModelError,
     UsageError,
+    log_choice,
 )
 from tests.e2e.test_async import CONFIG, OPTIONS, PROMPTS, collect
 
@@ -181,6 +184,14 @@ def test_a_model_that_cannot_be_loaded_raises_here(options: dict[str, Any], erro
     model = options.pop("model", CONFIG)
     with pytest.raises(error):
         AsyncLLM(model, process=True, **{**OPTIONS, **options})
+
+
+def test_a_line_about_a_choice_is_no_warning_of_the_process() -> None:
+    sent: list[messages.Warned] = []
+    with _Forwarding(sent.append):
+        log_choice("device=auto takes one")
+        logging.getLogger("inferplane").warning("a warning")
+    assert sent == [messages.Warned("device=auto takes one", is_choice=True), messages.Warned("a warning")]
 
 
 def test_warnings_go_where_they_are_asked_for() -> None:
