@@ -26,7 +26,7 @@ class Text:
     def __init__(self, at=None, error=None, stops=False):
         self.ids, self.at, self.error, self.stops = [], at, error, stops
 
-    def push(self, ids):
+    def push(self, ids, part="answer"):
         self.ids += ids
         if len(self.ids) == self.at and self.error is not None:
             raise self.error
