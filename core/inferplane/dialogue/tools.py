@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -53,6 +53,27 @@ class CallIds:
             found = new_call_id()
         self._chosen.add(found)
         return found
+
+
+def join_calls(pieces: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the calls that pieces make, in the order of their indices.
+
+    Args:
+        pieces: in the form of OpenAI's streams: the first of a call has its id, type and name, all have its index and a
+            piece of its arguments, or of a custom tool's input.
+    """
+    first, texts = dict[int, Mapping[str, Any]](), dict[int, list[str]]()
+    for piece in pieces:
+        index = piece["index"]
+        first.setdefault(index, piece)
+        body = piece.get("function") or piece["custom"]
+        texts.setdefault(index, []).append(body.get("arguments") or body.get("input") or "")
+    return [_whole_call(call, "".join(texts[index])) for index, call in sorted(first.items())]
+
+
+def _whole_call(first: Mapping[str, Any], text: str) -> dict[str, Any]:
+    kind, key = ("function", "arguments") if "function" in first else ("custom", "input")
+    return {"id": first["id"], "type": first["type"], kind: {"name": first[kind]["name"], key: text}}
 
 
 def describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:

@@ -19,7 +19,7 @@ from inferplane.dialogue.replies.events import Arguments, CallStart, Event, Reas
 from inferplane.dialogue.replies.forms import ReasoningForm, ReplyForm
 from inferplane.dialogue.replies.opening import is_reasoning_open, is_reasoning_over
 from inferplane.dialogue.replies.parser import ReplyParser
-from inferplane.dialogue.tools import CallIds
+from inferplane.dialogue.tools import CallIds, join_calls
 from inferplane.engine.clients.chat_options import ChatOptions, template_variables
 from inferplane.engine.request.arguments import as_sampling_params, as_sampling_params_list
 from inferplane.engine.request.fields import ReasoningSpan
@@ -92,21 +92,13 @@ class ChatPlan:
         """The result of the conversation from that of its prompt."""
         reader = ChatReader(self)
         parts = [reader.feed(result.text), reader.end()]
-        calls: dict[int, dict[str, Any]] = {}
-        for piece in (call for part in parts for call in part.tool_calls):
-            call = calls.setdefault(piece["index"], {"id": "", "type": "function", "function": {"arguments": ""}})
-            call["id"] = piece.get("id") or call["id"]
-            function = piece["function"]
-            call["function"] = {
-                "name": function.get("name") or call["function"].get("name"),
-                "arguments": call["function"]["arguments"] + function["arguments"],
-            }
+        calls = join_calls(call for part in parts for call in part.tool_calls)
         given = {field.name: getattr(result, field.name) for field in fields(Result)}
         given["text"] = "".join(part.text for part in parts)
         if len(result.samples) > 1:
             given["samples"] = tuple(self.finish(replace(sample, samples=())) for sample in result.samples)
         reasoning = "".join(part.reasoning for part in parts)
-        return ChatResult(**given, reasoning=reasoning, tool_calls=tuple(calls[i] for i in sorted(calls)))
+        return ChatResult(**given, reasoning=reasoning, tool_calls=tuple(calls))
 
 
 class ChatReader:

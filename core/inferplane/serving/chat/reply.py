@@ -9,7 +9,7 @@ from typing import Any
 from inferplane.dialogue.replies.events import Arguments, CallStart, Content, Event, Reasoning
 from inferplane.dialogue.replies.forms import ReplyForm
 from inferplane.dialogue.replies.parser import ReplyParser
-from inferplane.dialogue.tools import CallIds
+from inferplane.dialogue.tools import CallIds, join_calls
 from inferplane.serving.chat.custom_input import InputReader
 from inferplane.serving.chat.tools import ToolPlan
 
@@ -142,19 +142,8 @@ class JoinedReply:
     @classmethod
     def of(cls, deltas: Sequence[dict[str, Any]]) -> JoinedReply:
         """Return the reply that deltas make, in the order of a stream."""
-        content, reasoning, calls = [], [], dict[int, dict[str, Any]]()
-        pieces = dict[int, list[str]]()
-        for delta in deltas:
-            content.append(delta.get("content", ""))
-            reasoning.append(delta.get(REASONING[0], ""))
-            for call in delta.get("tool_calls", ()):
-                index = call["index"]
-                calls.setdefault(index, call)
-                body = call.get("function") or call["custom"]
-                pieces.setdefault(index, []).append(body.get("arguments") or body.get("input") or "")
-        return cls("".join(content), "".join(reasoning), [_join(calls[i], "".join(pieces[i])) for i in sorted(calls)])
-
-
-def _join(call: dict[str, Any], text: str) -> dict[str, Any]:
-    kind, key = ("function", "arguments") if "function" in call else ("custom", "input")
-    return {"id": call["id"], "type": call["type"], kind: {"name": call[kind]["name"], key: text}}
+        return cls(
+            "".join(delta.get("content", "") for delta in deltas),
+            "".join(delta.get(REASONING[0], "") for delta in deltas),
+            join_calls(call for delta in deltas for call in delta.get("tool_calls", ())),
+        )
