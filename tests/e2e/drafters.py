@@ -77,3 +77,30 @@ def with_mtp(folder: Path) -> None:
     tensors[f"{new}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors[f"{new}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, folder / "model.safetensors")
+
+
+def mtp_alone(source: Path, folder: Path, *, number: int | None = None, without: tuple[str, ...] = ()) -> None:
+    """Write a folder with nothing but the prediction layer of a checkpoint.
+
+    Args:
+        source: the checkpoint.
+        folder: to write.
+        number: of the layer in the folder; None: as in the checkpoint. Some tools number from 0, and count one layer.
+        without: ends of names that are left out.
+    """
+    config = json.loads((source / "config.json").read_text())
+    prefix = f"model.layers.{config['num_hidden_layers']}."
+    tensors = {n: t for n, t in load_file(source / "model.safetensors").items() if n.startswith(prefix)}
+    if number is not None:
+        tensors = {f"model.layers.{number}.{n.removeprefix(prefix)}": t for n, t in tensors.items()}
+        config |= {"num_hidden_layers": 1, "architectures": [f"{config['architectures'][0]}NextN"]}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({n: t for n, t in tensors.items() if not n.endswith(without)}, folder / "model.safetensors")
+
+
+def change_tensor(folder: Path, end: str) -> None:
+    """Double the values of the tensor whose name ends so."""
+    tensors = load_file(folder / "model.safetensors")
+    (name,) = (n for n in tensors if n.endswith(end))
+    save_file({**tensors, name: 2 * tensors[name]}, folder / "model.safetensors")

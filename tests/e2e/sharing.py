@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -40,29 +41,30 @@ def main(model: str, out: str, options: str = "{}") -> None:
     torch.save(found, Path(out))
 
 
-def run_rank(rank: int, port: int, words: tuple[str, ...]) -> None:
-    """Run `main` as one of two ranks, with the variables that torchrun sets."""
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+def run_rank(run: Callable[..., None], rank: int, size: int, port: int, words: tuple[str, ...]) -> None:
+    """Call `run` as one of several ranks, with the variables that torchrun sets."""
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in places.items()})
-    main(*words)
+    run(*words)
 
 
-def share(*words: object, seconds: float) -> None:
-    """Run `main` on two ranks, forked from a process that has imported torch and Inferplane once for all tests."""
+def share(*words: object, seconds: float, ranks: int = 2, run: Callable[..., None] = main) -> None:
+    """Call `run` on all ranks, forked from a process that has imported torch and Inferplane once for all tests."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "inferplane.engine"])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ranks = [context.Process(target=run_rank, args=(i, port, tuple(map(str, words)))) for i in (0, 1)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(seconds)
-    codes = [rank.exitcode for rank in ranks]
-    for rank in ranks:
-        rank.kill()
-    assert codes == [0, 0], f"exit codes of the ranks, None if one hangs: {codes}"
+    texts = tuple(map(str, words))
+    processes = [context.Process(target=run_rank, args=(run, i, ranks, port, texts)) for i in range(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(seconds)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [0] * ranks, f"exit codes of the ranks, None if one hangs: {codes}"
 
 
 if __name__ == "__main__":

@@ -103,7 +103,9 @@ def test_eagle_against_the_formula(bias, folders, tmp_path):
         for i, want in enumerate(oracle(tensors, embed, head, hidden, ids)):
             rows = torch.cat([g[i] for g in got])
             assert (rows - want).abs().max() <= 1e-5 * want.abs().max()
-        assert llm.runner.loaded.ignored == ["eagle:embed_tokens.weight"] and not llm.runner.loaded.unused
+        (drafter,) = llm.runner.drafters
+        assert drafter.loaded.ignored == ["embed_tokens.weight"]
+        assert not drafter.loaded.unused and not llm.runner.loaded.unused
 
 
 # ------------------------------------------------------------------ steps
@@ -314,7 +316,7 @@ def test_unfit_drafters_are_refused(folders, tmp_path):
             "eagle",
             with_config(folders / "gqa", tmp_path / "none", num_hidden_layers=1),
             CheckpointError,
-            "eagle:fc.weight",
+            "no EAGLE head: the checkpoint lacks fc.weight",
         ),
     ):
         config = {"method": method, "model": name}
@@ -344,7 +346,6 @@ def test_blocks_of_another_size_are_refused(folders, monkeypatch):
         {"method": "eagle"},
         {"method": "draft_model"},
         {"method": "ngram", "model": "demo-draft"},
-        {"method": "mtp", "model": "demo-eagle"},
     ],
 )
 def test_who_needs_a_draft_says_so(wrong):

@@ -17,7 +17,7 @@ import torch
 from inferplane.binding.plan import Plan
 from inferplane.errors import CheckpointError, KernelError, UsageError, first_of, in_words
 from inferplane.ops import encode
-from inferplane.types import HOST, PLAIN, QTensor, Shard, Weight
+from inferplane.types import HOST, PLAIN, Packing, QTensor, Shard, Weight
 from inferplane.types.qtensor import largest
 
 
@@ -95,8 +95,9 @@ def load(
     readers: Mapping[str, FormatReader] | None = None,
     progress: Progress | None = None,
     ignore: Sequence[str] = (),
+    missing: Mapping[int, Mapping[str, Packing]] | None = None,
 ) -> Loaded:
-    """Read and pack every weight of a plan.
+    """Read and pack the weights of a plan.
 
     Args:
         plan: lists the needed weights and their packings.
@@ -105,15 +106,17 @@ def load(
         readers: a reader for each quantized format in the plan.
         progress: called after each weight.
         ignore: shell patterns of names that no weight needs to read.
+        missing: id of a weight -> the packings to make of it, by label; None: every weight in all packings of the plan.
 
     Raises:
         CheckpointError: tensors are missing, or have another shape or kind of dtype than the model. All are checked
             before any is read; the message counts them and names the first.
         KernelError: a packing raised; the message names the kernels that request it.
     """
-    weights = [plan.weights[i] for i in plan.packings]
+    requested = plan.packings if missing is None else missing
+    weights = [plan.weights[i] for i in requested]
     names_read = set() if isinstance(source, DummySource) else check(weights, source)
-    total = sum(plan.nbytes(w, name) for w in weights for name in plan.packings[id(w)])
+    total = sum(plan.nbytes(w, name) for w in weights for name in requested[id(w)])
     loaded = Loaded()
     for weight in weights:
         if isinstance(source, DummySource):
@@ -122,7 +125,7 @@ def load(
             full = assemble(weight, _RecordingSource(source, names_read), plan.settings.dtype, readers or {})
             if weight.parts and not is_finite(full):
                 loaded.broken.append(weight.parts[0])
-        packings = plan.packings[id(weight)]
+        packings = requested[id(weight)]
         if device != HOST:
             full = full.to(device)
         for name, packing in packings.items():

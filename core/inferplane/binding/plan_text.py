@@ -48,8 +48,8 @@ def plan_lines(
     """The lines of a whole plan.
 
     Args:
-        data: the result of `explain`; with `kv_tables`, `states` and `decode_steps`, what windows release, what
-            recurrent layers keep and which steps are captured are shown too.
+        data: the result of `explain`; with `kv_tables`, `drafters`, `states` and `decode_steps`, what windows release,
+            what drafts, what recurrent layers keep and which steps are captured are shown too.
         width: columns to which reasons are wrapped.
         verbose: also show rejected kernels.
         architectures: those the backend knows, shown if the plan assumes one.
@@ -99,9 +99,19 @@ def _head(data: Mapping[str, Any], architectures: Sequence[str]) -> Iterator[Lin
     size = data["weight_bytes"] / MIB
     words = f"{size:,.1f} MiB" if size < 10 * 1024 else f"{size / 1024:,.1f} GiB"
     yield [(f"weights {words}, {cache}", "")]
+    for drafter in data.get("drafters", ()):
+        yield [(_format_drafter(drafter), "")]
     if states := data.get("states"):
         words = f"{states['layers']} recurrent layer(s) keep {states['sequence_bytes'] / MIB:,.1f} MiB of each sequence"
         yield [(f"{words}; refused drafts cost a step", "")]
+
+
+def _format_drafter(data: Mapping[str, Any]) -> str:
+    """What drafts, as a line; `data` is an entry of `drafters`."""
+    quantized = f" in {data['quantization']}" if data["quantization"] else ""
+    size = f"{data['weight_bytes'] / MIB:,.1f} MiB of weights, {data['kv_block_bytes']:,} bytes a KV block"
+    whose = [f"{what} {'of its own' if data[what] == 'own' else 'of the model'}" for what in ("embedding", "head")]
+    return f"drafts: {data['method']} from {data['model']}{quantized}, {size}; {', '.join(whose)}"
 
 
 def _windows(data: Mapping[str, Any]) -> str:

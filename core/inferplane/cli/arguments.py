@@ -240,11 +240,17 @@ def add_binding(parser: Parser) -> argparse._ArgumentGroup:
 
 
 def binding_options(args: argparse.Namespace, **more: Any) -> RunnerOptions:
-    """The words of `add_binding` for a plan without weights; `more` are further fields."""
+    """The words of `add_binding`, and of `add_speculation` where a verb has them, for a plan without weights; `more`
+    are further fields.
+    """
     from inferplane.engine import RunnerOptions
+    from inferplane.engine.speculate import SpeculativeConfig, with_draft
 
     check_quantization(args.quantization)
-    return RunnerOptions(**{name: getattr(args, name) for name in (*BINDING, "strict")}, ops=pins(args.ops), **more)
+    own = {name: getattr(args, name) for name in (*BINDING, "strict")}
+    options = RunnerOptions(**own, ops=pins(args.ops), **more)
+    config = speculation(args) if hasattr(args, "speculative_method") else None
+    return with_draft(options, SpeculativeConfig.of(config), configs=True)
 
 
 def add_running(parser: Parser) -> None:
@@ -252,26 +258,33 @@ def add_running(parser: Parser) -> None:
     group = add_binding(parser)
     for name in ("index", "lock", "load_format"):
         add_option(group, name)
+    add_speculation(parser)
+
+
+def add_speculation(parser: Parser) -> None:
+    """How to draft."""
     group = parser.add_argument_group("speculative decoding (off by default)")
     add_option(group, "speculative_method")
     drafts = f"{help_text('num_speculative_tokens')}; left out: {DRAFTS} with a method"
     add_option(group, "num_speculative_tokens", default=None, help=drafts)
     add_option(group, "speculative_model")
+    add_option(group, "speculative_quantization")
 
 
 def speculation(args: argparse.Namespace) -> dict[str, Any] | None:
-    """What `LLM` takes as `speculative_config`, from the words of `add_running`.
+    """What `LLM` takes as `speculative_config`, from the words of `add_speculation`.
 
     Raises:
         UsageError: drafts without a method.
     """
-    drafts, model = args.num_speculative_tokens, args.speculative_model
-    if args.speculative_method is None and (drafts is not None or model is not None):
-        name = "num_speculative_tokens" if drafts is not None else "speculative_model"
+    names = ("num_speculative_tokens", "speculative_model", "speculative_quantization")
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    if args.speculative_method is None and given:
         raise UsageError(
-            f"{name} without --speculative-method.", remedy="name the method, as in --speculative-method mtp"
+            f"{next(iter(given))} without --speculative-method.",
+            remedy="name the method, as in --speculative-method mtp",
         )
-    return SpeculativeOptions(args.speculative_method, DRAFTS if drafts is None else drafts, model).config()
+    return SpeculativeOptions(args.speculative_method, **{"num_speculative_tokens": DRAFTS, **given}).config()
 
 
 def add_generating(parser: Parser, *, max_tokens: int) -> None:

@@ -9,9 +9,10 @@ import torch
 
 from inferplane.ops.attention import GQABlock
 from inferplane.ops.basic import AddRMSNorm, Embedding, RMSNorm
+from inferplane.ops.collective import AllGather
 from inferplane.ops.forms.scaled import ScaledEmbedding
 from inferplane.ops.linear import GatedMLP, Linear, LMHead
-from inferplane.ops.op import BLOCK, Op, Sample, placeholder
+from inferplane.ops.op import BLOCK, Op, Sample, extension, placeholder
 from inferplane.types import Batch, LayerKV
 
 
@@ -29,6 +30,8 @@ class EagleLayer(Op, name="eagle_layer"):
     Returns:
         logits float32 `[R, V]` and the next hidden states `[T, D]`.
 
+    Fields: `gather` joins the ranks' columns of the logits under vocabulary sharding.
+
     Source: EAGLE, arXiv 2401.15077.
     """
 
@@ -40,12 +43,14 @@ class EagleLayer(Op, name="eagle_layer"):
     mlp_norm: AddRMSNorm
     mlp: GatedMLP
     head: LMHead
+    gather: AllGather | None = extension(None)
 
     def __call__(self, hidden: torch.Tensor, batch: Batch, kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.fc(torch.cat((self.embed(batch.ids), hidden), -1))
         h, residual = self.mlp_norm(self.attn(x, batch, kv), x)
         x = self.mlp(h) + residual
-        return self.head(x, batch), x
+        logits = self.head(x, batch)
+        return logits if self.gather is None else self.gather(logits), x
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:

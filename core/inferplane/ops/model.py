@@ -27,7 +27,7 @@ from inferplane.ops.forms.scaled import ScaledEmbedding, ScaledHead
 from inferplane.ops.linear import GatedMLP, Linear, LMHead
 from inferplane.ops.mla import MLABlock
 from inferplane.ops.moe import MoE
-from inferplane.ops.op import BLOCK, EXTENSIONS, Cost, Op, Sample, Workload, placeholder
+from inferplane.ops.op import BLOCK, EXTENSIONS, Cost, Op, Sample, Workload, extension, placeholder
 from inferplane.ops.recurrent.block import RecurrentBlock
 from inferplane.ops.sampling import SampleTokens
 from inferplane.types import Batch, KVCache, LayerKV, LayerPlace, Weight
@@ -264,6 +264,8 @@ class MTPLayer(Op, name="mtp_layer"):
     Returns:
         logits float32 `[R, V]` and the normed hidden states `[T, D]`.
 
+    Fields: `gather` joins the ranks' columns of the logits under vocabulary sharding.
+
     Source: DeepSeek-V3, arXiv 2412.19437, section 2.2; which state is passed: docs/decisions/0004-mtp-hidden-state.md.
     """
 
@@ -276,12 +278,14 @@ class MTPLayer(Op, name="mtp_layer"):
     layer: DecoderLayer
     norm: AddRMSNorm
     head: LMHead
+    gather: AllGather | None = extension(None)
 
     def __call__(self, hidden: torch.Tensor, batch: Batch, kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
         x = torch.cat((self.enorm(self.embed(batch.ids)), self.hnorm(hidden)), -1)
         x, residual = self.layer(self.eh_proj(x), None, batch, kv)
         x, _ = self.norm(x, residual)
-        return self.head(x, batch), x
+        logits = self.head(x, batch)
+        return logits if self.gather is None else self.gather(logits), x
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:

@@ -88,6 +88,7 @@ class ServerSettings:
     speculative_method: str | None = _engine_option("speculative_method")
     num_speculative_tokens: int = _engine_option("num_speculative_tokens")
     speculative_model: str | None = _engine_option("speculative_model")
+    speculative_quantization: str | None = _engine_option("speculative_quantization")
 
     host: str = _network("127.0.0.1", "address to listen on; 0.0.0.0: all addresses of this machine", metavar="A")
     port: int = _network(8000, "port of all HTTP routes; 0: any free port", range=PORT, metavar="P")

@@ -11,6 +11,7 @@ aliases here. New code and new settings use Inferplane's names:
 | `speculate_method` | `speculative_method`, in Python `method` | flags and settings; `speculative_config` |
 | `speculate_max_draft_token_num` | `num_speculative_tokens` | flags and settings; `speculative_config` |
 | `draft_model_name_or_path` | `speculative_model`, in Python `model` | flags and settings; `speculative_config` |
+| `draft_model_quant_type` | `speculative_quantization`, in Python `draft_quantization` | as these |
 | the method `inference_with_reference` | the method `ngram` | flags and settings; `speculative_config` |
 
 Source: https://paddlenlp.readthedocs.io, "llm/server", tables of service and model parameters.
@@ -69,6 +70,7 @@ NAMES: dict[str, Meaning] = {
     "SPECULATE_METHOD": Meaning("speculative_method", _none_if_named_so),
     "SPECULATE_MAX_DRAFT_TOKEN_NUM": Meaning("num_speculative_tokens"),
     "SPECULATE_MODEL_PATH": Meaning("speculative_model"),
+    "SPECULATE_MODEL_QUANT_TYPE": Meaning("speculative_quantization", _none_if_named_so),
 }
 """Variable -> setting. The first of two variables for one setting wins."""
 

@@ -19,7 +19,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inferplane.cli.arguments import Parser, add_binding, add_examples, add_json, add_model, add_option, binding_options
+from inferplane.cli.arguments import (
+    Parser,
+    add_binding,
+    add_examples,
+    add_json,
+    add_model,
+    add_option,
+    add_speculation,
+    binding_options,
+)
 from inferplane.cli.screen import MIB, Screen
 from inferplane.errors import InferplaneError, UsageError
 from inferplane.hub import DownloadProgress, fetch_headers, find, parse_name
@@ -50,6 +59,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--tensor-parallel-size", metavar="N", type=int, help=words)
     add_option(parser, "max_num_seqs")
     add_option(parser, "max_num_batched_tokens")
+    add_speculation(parser)
     add_examples(
         parser,
         "path/to/config.json --device {X} --memory 80GiB",
@@ -180,6 +190,9 @@ def _bytes_table(found: Estimate, model: str, device: str) -> Table:
     table.add_column(style="dim")
     copies = f"of these {format_bytes(found.copies)} second packings" if found.copies else ""
     table.add_row("weights", format_bytes(found.weights), copies)
+    if found.draft_weights or found.draft_block:
+        words = f"of a block of the KV cache {format_bytes(found.draft_block)}"
+        table.add_row("of it what drafts", format_bytes(found.draft_weights), words)
     table.add_row("workspace", format_bytes(found.workspace), "estimated")
     words = f"a block of {found.block_tokens} tokens takes {format_bytes(found.block)}"
     table.add_row("KV cache, a token", format_bytes(found.kv_token), words)

@@ -11,7 +11,16 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inferplane.cli.arguments import Parser, add_binding, add_examples, add_json, add_model, binding_options, suggest
+from inferplane.cli.arguments import (
+    Parser,
+    add_binding,
+    add_examples,
+    add_json,
+    add_model,
+    add_speculation,
+    binding_options,
+    suggest,
+)
 from inferplane.cli.screen import Screen
 from inferplane.errors import CheckpointError, UsageError
 
@@ -29,6 +38,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--step", choices=("decode", "mixed"), help="one step kind; left out: both, if they differ")
     add_binding(parser)
     parser.add_argument("--arch", metavar="A", help="the architecture to assume; else the first that the backend knows")
+    add_speculation(parser)
     add_examples(
         parser, "--device {X}", "path/to/config.json --device {X} --step decode --verbose", "--op linear=reference"
     )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -26,6 +25,7 @@ from inferplane.engine.clients.inputs import InputProcessor
 from inferplane.engine.clients.options import EngineOptions, options_text, signature_with_options
 from inferplane.engine.loop.engine import Engine
 from inferplane.engine.loop.prompt_logits import prompt_logits
+from inferplane.engine.loop.switch_speculation import switch_speculation
 from inferplane.engine.request import arguments
 from inferplane.engine.request.arguments import Prompt as Prompt
 from inferplane.engine.request.constraint import Constraint
@@ -62,26 +62,14 @@ class LLM:
     def __init__(self, model: Any = "demo", **options: Any) -> None:
         chosen = EngineOptions.of(options)
         config = SpeculativeConfig.of(chosen.speculative_config)
-        runner_options = with_draft(chosen.runner_options(num_ranks(chosen.tensor_parallel_size)), config)
-        runner_options.check()
-
-        def check(folder: Path) -> None:
-            check_before_download(
-                folder, model=str(model), host=host(), device=chosen.device, options=runner_options, index=chosen.index
-            )
-
-        self.files = ModelFiles(model, check=check)
+        self._options = chosen.runner_options(num_ranks(chosen.tensor_parallel_size))
+        planned = with_draft(self._options, config)
+        where: dict[str, Any] = {"host": host(), "device": chosen.device, "options": planned, "index": chosen.index}
+        self.files = ModelFiles(model, check=partial(check_before_download, model=str(model), **where))
         self._inputs = InputProcessor(self.files)
-        self.runner = Runner.open(
-            self.files, host(), chosen.device, runner_options, chosen.progress, index=chosen.index
-        )
+        self.runner = Runner.open(self.files, progress=chosen.progress, **where)
+        self.runner.follow_rank_0()
         self._inputs.max_model_len = self.runner.max_model_len
-        if self.runner.ranks is not None:
-            if self.runner.ranks.rank:
-                self.runner.follow()
-                self.runner.close()
-                raise SystemExit(0)
-            atexit.register(self.runner.ranks.close)
         self.engine = Engine(
             self.runner,
             max_num_seqs=chosen.max_num_seqs,
@@ -305,7 +293,22 @@ class LLM:
         results = self.generate(prompts, embedding_params(pooling))
         return [finish_embedding(r.embedding, dimensions, normalize=normalize, error=r.error) for r in results]
 
-    # -- looking inside
+    # -- looking inside, and changing how it drafts
+
+    def set_speculation(self, speculative_config: SpeculativeConfig | Mapping[str, Any] | None) -> None:
+        """Draft by another method from now on; the model's weights are not read again (docs/python.md, "Speculation").
+
+        Args:
+            speculative_config: as of `LLM`; None: one token a step.
+
+        Raises:
+            UsageError: requests run or wait, or ranks would have to load something. Otherwise as `LLM`. After an error
+                everything is as before.
+        """
+        config = SpeculativeConfig.of(speculative_config)
+        with self._lock:
+            switch_speculation(self.engine, config, with_draft(self._options, config))
+            self._inputs.max_model_len = self.runner.max_model_len
 
     def explain(self) -> dict[str, Any]:
         """The plan as data: per site the chosen kernel and why, and every rejected kernel with its reason

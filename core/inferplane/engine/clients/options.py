@@ -46,6 +46,8 @@ ALIASES = {
     "speculate_max_draft_token_num": "num_speculative_tokens",
     "draft_model": "speculative_model",
     "draft_model_name_or_path": "speculative_model",
+    "draft_model_quant_type": "speculative_quantization",
+    "draft_quantization": "speculative_quantization",
 }
 """Other name of a flag or of a setting -> its name. They work everywhere; help does not show them."""
 QUANTIZATIONS = ("weight_only_int8", "weight_only_int4", "a8w8", "a8w8_fp8_wint4")
@@ -205,19 +207,24 @@ class SpeculativeOptions:
         speculative_method: draft several tokens per step: ngram (copies from the text), draft_model, mtp (the model's
             own layer), eagle.
         num_speculative_tokens: maximum drafts per sequence and step, 1 to 7.
-        speculative_model: folder of the draft model or EAGLE head; demo-draft, demo-eagle: for the demo model.
+        speculative_model: folder or name of the draft model, EAGLE head, or prediction layers (mtp; left out: the
+            model's own); demo-draft, demo-eagle: for the demo model.
+        speculative_quantization: as quantization, for what drafts; none: as it is stored; left out: the model's, unless
+            it has files of its own that are quantized already.
     """
 
     speculative_method: str | None = _option(None, "METHOD", choices=(*DRAFT_METHODS, *DRAFT_ALIASES))
     num_speculative_tokens: int = _option(1, "N", minimum=1)
     speculative_model: str | None = _option(None, "X")
+    speculative_quantization: str | None = _option(None, "Q")
 
     def config(self) -> dict[str, Any] | None:
         """The value of `speculative_config` for `LLM`; None if no method was chosen."""
         if self.speculative_method is None:
             return None
         found = {"method": self.speculative_method, "num_speculative_tokens": self.num_speculative_tokens}
-        return found if self.speculative_model is None else {**found, "model": self.speculative_model}
+        more = {"model": self.speculative_model, "draft_quantization": self.speculative_quantization}
+        return {**found, **{name: value for name, value in more.items() if value is not None}}
 
 
 OPTIONS = {f.name: f for f in fields(EngineOptions)}

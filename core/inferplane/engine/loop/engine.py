@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -53,33 +54,33 @@ class Engine:
         enable_prefix_caching: bool = True,
         speculative_config: SpeculativeConfig | None = None,
     ) -> None:
-        assert runner.cache is not None, "the runner was not opened"
-        self.runner, self.cache = runner, runner.cache
-        self.device = runner.backend.torch_device_indexed
-        self.vocab = runner.model.vocab
-        self.allocator = BlockAllocator(self.cache.blocks)
-        limits = Limits(
-            max_num_seqs,
-            max_num_batched_tokens,
-            runner.max_model_len,
-            max_new_sequences,
-            max_waiting,
-            runner.limited_by_cache,
-        )
+        self.runner = runner
+        self.device, self.vocab = runner.backend.torch_device_indexed, runner.model.vocab
+        self.limits = Limits(max_num_seqs, max_num_batched_tokens, runner.max_model_len, max_new_sequences, max_waiting)
         facts = (runner.files.name, str(runner.dtype), runner.options.kv_cache_dtype, str(runner.options.quantization))
         caching = enable_prefix_caching
-        root: Callable[[str], bytes] | None = (lambda tenant: root_hash(*facts, tenant)) if caching else None
-        config, states, size = speculative_config, StatePool.of(self.cache), self.cache.block_tokens
-        lookahead = 1 if config is not None and config.hash_covers_next_token else 0
-        self.scheduler = Scheduler(self.allocator, size, limits, root, lookahead, runner.windows, states)
-        self.sampler = Sampler(runner.sample, self.vocab, self.device)
-        self.speculator = Speculator(config, runner, self.scheduler) if config is not None else None
+        self.root: Callable[[str], bytes] | None = (lambda tenant: root_hash(*facts, tenant)) if caching else None
+        self.speculator: Speculator | None = None
+        self.start(speculative_config)
         self.metrics = Metrics()
         self.closed = False
         # Allocated now, so that an out-of-memory device is not mistaken for a dead one.
         self._probe = torch.zeros(1, device=self.device)
         self._ids = count()
         self._commit_s = 0.0
+
+    def start(self, config: SpeculativeConfig | None) -> None:
+        """Begin with an empty cache, that of the runner, and with a method of speculation; no request runs or waits."""
+        runner, cache = self.runner, self.runner.cache
+        assert cache is not None, "the runner was not opened"
+        self.cache, self.allocator = cache, BlockAllocator(cache.blocks)
+        self.limits = replace(self.limits, max_model_len=runner.max_model_len, limited_by_cache=runner.limited_by_cache)
+        lookahead, states = int(config is not None and config.hash_covers_next_token), StatePool.of(cache)
+        self.scheduler = Scheduler(
+            self.allocator, cache.block_tokens, self.limits, self.root, lookahead, runner.windows, states
+        )
+        self.sampler = Sampler(runner.sample, self.vocab, self.device)
+        self.speculator = Speculator(config, runner, self.scheduler) if config is not None else None
 
     # -- requests
 

@@ -42,6 +42,8 @@ class Estimate:
         state_sequence: what recurrent layers keep of a sequence, whatever its length; 0: there are no such layers.
         devices: number of devices that share the model; all bytes are those of one of them.
         devices_needed: number of such devices on which the model fits if it does not fit here; None: unknown, or none.
+        draft_weights: of the weights, those of what drafts alone.
+        draft_block: of a block, what drafts alone.
     """
 
     weights: int
@@ -60,6 +62,8 @@ class Estimate:
     state_sequence: int = 0
     devices: int = 1
     devices_needed: int | None = None
+    draft_weights: int = 0
+    draft_block: int = 0
 
     @property
     def kv_token(self) -> float:
@@ -136,7 +140,9 @@ class Estimate:
             "weight_bytes": self.weights,
             "copy_bytes": self.copies,
             "workspace_bytes": self.workspace,
+            "draft_weight_bytes": self.draft_weights,
             "kv_block_bytes": self.block,
+            "draft_kv_block_bytes": self.draft_block,
             "kv_block_tokens": self.block_tokens,
             "kv_token_bytes": self.kv_token,
             "kv_window": self.window,
@@ -174,12 +180,13 @@ def estimate(runner: PlannedModel, memory: int | None, max_num_batched_tokens: i
     item = runner.dtype.itemsize
     tables = runner.tables
     activations = max_num_batched_tokens * (4 * hidden + 2 * max(widths, default=hidden)) * item
+    draft, drafters = runner.draft, runner.describe_drafters()
     logits = 3 * min(runner.options.max_num_seqs, max_num_batched_tokens) * vocab * 4
     return Estimate(
-        weights=plan.weight_bytes,
+        weights=plan.weight_bytes + (0 if draft is None else draft.plan.weight_bytes),
         copies=sum(plan.count_copied_bytes().values()),
         workspace=activations + logits,
-        block=runner.block_bytes(),
+        block=runner.block_bytes() + (0 if draft is None else draft.block_bytes()),
         block_tokens=runner.block_tokens,
         memory=memory,
         max_num_seqs=runner.options.max_num_seqs,
@@ -191,6 +198,8 @@ def estimate(runner: PlannedModel, memory: int | None, max_num_batched_tokens: i
         unreleased_window=runner.count_unreleased_bytes(),
         state_sequence=runner.count_state_bytes(),
         devices=runner.options.ranks,
+        draft_weights=sum(drafter["weight_bytes"] for drafter in drafters),
+        draft_block=sum(drafter["kv_block_bytes"] for drafter in drafters),
     )
 
 

@@ -144,6 +144,20 @@ class CacheMemory:
         return blocks_held(self.windows, tokens, 1, self.block_tokens)
 
 
+@dataclass(frozen=True)
+class CachePlan:
+    """Sizes of a runner's caches.
+
+    Args:
+        blocks: number of blocks. budget_bytes: what all caches together may take.
+        max_model_len: maximum number of tokens of a sequence in them.
+    """
+
+    blocks: int
+    budget_bytes: int
+    max_model_len: int
+
+
 class LayerRequests(NamedTuple):
     """What a layer keeps of each token, and of each sequence; None: nothing."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,25 +11,22 @@ from typing import Any, cast
 
 import torch
 
-from inferplane.binding import DummySource, Loaded, link, load, view_of
+from inferplane.binding import link, view_of
 from inferplane.engine.runner.buckets import bucket_sizes
 from inferplane.engine.runner.capture import DecodeSteps
 from inferplane.engine.runner.estimate import check_fit
-from inferplane.engine.runner.kv_cache import KV_SHARE, CacheMemory, check_memory, place_caches
+from inferplane.engine.runner.kv_cache import KV_SHARE, CacheMemory, CachePlan, check_memory, place_caches
+from inferplane.engine.runner.loading.weight_loading import read_weights
 from inferplane.engine.runner.model_files import ModelFiles
 from inferplane.engine.runner.options import Draft, RunnerOptions
 from inferplane.engine.runner.planned_model import PlannedModel
 from inferplane.engine.runner.ranks import Ranks
-from inferplane.errors import CapacityError, InferplaneError, UsageError, warn
+from inferplane.errors import CapacityError, InferplaneError, UsageError
 from inferplane.kvcache import TablePlan
-from inferplane.models import SafetensorsFolder, constructor
-from inferplane.models.families.eagle import WithEagle
-from inferplane.models.reading.gguf_source import GGUFSource
-from inferplane.models.reading.names import check_frequencies
+from inferplane.models import constructor
 from inferplane.plugins import Event, PluginHost
-from inferplane.quant import explain_no_savings
 from inferplane.renamed import old_attributes
-from inferplane.types import Backend, Batch, KVCache, Placement, StepKind
+from inferplane.types import Backend, Batch, KVCache, LayerKV, Placement, StepKind
 from inferplane.types.batch import make_batch
 
 
@@ -39,17 +36,19 @@ class Runner(PlannedModel):
 
     Attributes, beside those of `PlannedModel`: `loaded`; `steps`, the bound model per step kind; `cache`; `draft`, the
     runner of a draft model or None: it has a plan and weights of its own, and a cache of as many blocks of the same
-    size, so that both share block tables; `limited_by_cache`, True if the cache caps `max_model_len`; `spent_s`,
-    seconds of each phase of `open`, without those of a draft model.
+    size, so that both share block tables; `limited_by_cache`, True if the cache caps `max_model_len`;
+    `kv_budget_bytes`, what all caches together may take; `spent_s`, seconds of each phase of `open`, without those of a
+    draft model.
     """
+
+    draft: Runner | None
 
     def __init__(self, files: ModelFiles, host: PluginHost, backend: Backend, options: RunnerOptions) -> None:
         super().__init__(files, host, backend, options)
-        self.loaded = Loaded()
         self.steps: dict[StepKind, Callable[..., Any]] = {}
         self.cache: KVCache | None = None
-        self.draft: Runner | None = None
         self.limited_by_cache = False
+        self.kv_budget_bytes: int | None = options.kv_cache_bytes
 
     @classmethod
     def plan_only(cls, files: ModelFiles, host: PluginHost, device: str, options: RunnerOptions) -> Runner:
@@ -59,6 +58,8 @@ class Runner(PlannedModel):
         runner = cls(files, host, host.backend_for_explain(device), options)
         runner.placement = Placement.shared(0, options.ranks)
         runner.bind(assumed=True)
+        if options.draft is not None:
+            runner.draft = runner.bind_draft(options.draft)
         return runner
 
     @classmethod
@@ -115,13 +116,13 @@ class Runner(PlannedModel):
         self.bind_and_check()
         # Only rank 0 runs the draft model.
         if self.options.draft is not None and (self.ranks is None or self.ranks.rank == 0):
-            self.draft = self._bind_draft(self.options.draft)
+            self.draft = self.bind_draft(self.options.draft)
         self.check_fit(self.backend.memory().free_bytes)
-        self._load(progress)
+        self.load_weights(progress)
         if self.draft is not None:
-            self.draft._load(None)
+            self.draft.load_weights(None)
         with self.measure_phase("cache"):
-            self._build_cache()
+            self.build_caches(self.plan_caches())
 
     def check_fit(self, free_bytes: int) -> None:
         """Raise CapacityError if the weights take more than so many bytes; see `estimate.check_fit`."""
@@ -132,36 +133,20 @@ class Runner(PlannedModel):
 
         check_fit(self, free_bytes, plan_with)
 
-    def _load(self, progress: Callable[[int, int], None] | None) -> None:
+    def load_weights(self, progress: Callable[[int, int], None] | None) -> None:
         """Read and pack the weights, warn about what is odd in them, and link the bound ops with them (`steps`)."""
-        with self.measure_phase("load"), contextlib.ExitStack() as opened:
-            source: DummySource | SafetensorsFolder | GGUFSource | WithEagle = DummySource()
-            if self.options.load_format != "dummy":
-                source = self.files.source()
-                if self.options.eagle is not None:
-                    source = WithEagle(source, self.options.eagle.source())
-                opened.enter_context(contextlib.closing(source))
-            for what in self.files.complaints():
-                warn(what)
-            self.loaded = load(
-                self.plan,
-                source if isinstance(source, DummySource) else self.view(source),
-                self.backend.torch_device_indexed,
-                readers=self.readers,
-                progress=progress,
-                ignore=self.ignored,
-            )
-            if not isinstance(source, DummySource):
-                check_frequencies(self.files.config, self.files.source(), self.loaded.ignored)
-        warnings = explain_no_savings(self.plan, self.options.quantization)
-        for what in (*warnings, *self.loaded.complaints(self.files.name)):
-            warn(what)
+        with self.measure_phase("load"):
+            self.loaded = read_weights(self, progress)
+        self.link_weights()
+
+    def link_weights(self) -> None:
+        """Bind the ops of the plan to the weights: sets `steps`."""
         with self.measure_phase("link"):
             self.steps = link(self.plan, self.loaded.packed)
 
-    def _bind_draft(self, draft: Draft) -> Runner:
-        """The draft model's runner, bound to the same device; UsageError when the draft model cannot draft for this
-        model.
+    def bind_draft(self, draft: Draft) -> Runner:
+        """The draft model's runner, bound to the same device, as the model is; UsageError when the draft model cannot
+        draft for this model.
         """
         limit = draft.files.config.get("max_position_embeddings")
         if limit and limit < self.max_model_len:
@@ -173,7 +158,10 @@ class Runner(PlannedModel):
         options = replace(draft.options, max_model_len=self.max_model_len, block_tokens=self.block_tokens)
         runner = Runner(draft.files, self.host, self.backend, options)
         runner.state = self.state
-        runner.bind_and_check()
+        if self.assumed:
+            runner.bind(assumed=True)
+        else:
+            runner.bind_and_check()
         target_vocab, draft_vocab = self.model.vocab, runner.model.vocab
         if target_vocab != draft_vocab:
             raise UsageError(
@@ -190,39 +178,52 @@ class Runner(PlannedModel):
         """See `PlannedModel.tables`; a draft model's layers read the first table."""
         return super().tables if self.draft is None else self._deal_layers(self.draft.kv_requests())
 
-    def _build_cache(self) -> None:
-        """Build the cache, and the draft model's: as many blocks as the budget holds of both together, and no more than
-        the largest batch can use. Lowers `max_model_len` if they hold no longer sequence; sets `decode`.
+    def plan_caches(self) -> CachePlan:
+        """As many blocks as the budget holds of all caches together, and no more than the largest batch can use. With
+        several ranks it waits for all of them.
+
+        Raises:
+            CapacityError: the budget is too small.
         """
         block_bytes = self.block_bytes() + (self.draft.block_bytes() if self.draft is not None else 0)
-        budget, num_sequences = self.options.kv_cache_bytes, self.options.max_num_seqs
+        budget, num_sequences = self.kv_budget_bytes, self.options.max_num_seqs
         free_bytes, state_bytes = self.backend.memory().free_bytes, num_sequences * self.count_state_bytes()
-        check_memory(state_bytes, num_sequences, free_bytes)
+        if self.cache is None:
+            check_memory(state_bytes, num_sequences, free_bytes)
         if budget is None:
             budget = int((free_bytes - state_bytes) * KV_SHARE)
-        windows = self.windows
-        max_blocks = len(windows) * math.ceil(self.max_model_len / self.block_tokens) * num_sequences
+        windows, block_tokens = self.windows, self.block_tokens
+        max_blocks = len(windows) * math.ceil(self.max_model_len / block_tokens) * num_sequences
         blocks = min(budget // block_bytes, max_blocks) if block_bytes else max_blocks
         if self.ranks is not None:
-            blocks = self.ranks.agree(blocks, self._facts(), self.loaded.nbytes)
-        memory = CacheMemory(blocks, self.block_tokens, block_bytes, budget, windows)
-        limit, options = self.max_model_len, self.options
-        self.max_model_len = memory.max_sequence_tokens(
-            limit,
+            blocks = self.ranks.agree(blocks, self.facts(), self.loaded.nbytes)
+        memory, options = CacheMemory(blocks, block_tokens, block_bytes, budget, windows), self.options
+        length = memory.max_sequence_tokens(
+            self.max_model_len,
             explicit_length=options.max_model_len is not None,
             explicit_budget=options.kv_cache_bytes is not None,
         )
-        self.limited_by_cache = self.max_model_len < limit
-        for runner in filter(None, (self, self.draft)):
-            limit, free_bytes = runner.max_model_len, self.backend.memory().free_bytes
-            runner.cache = runner._allocate(blocks)
-            sizes = bucket_sizes(runner.plan, runner.options, limit, free_bytes, runner.cache.num_tables)
-            reason = runner.why_not_captured()
-            vocab, step, report = runner.model.vocab, runner.run_eagerly, self.report_wrong_capture
-            num_tables = runner.cache.num_tables
-            runner.decode = DecodeSteps(
-                self.backend, step, runner.cache, limit, sizes, reason, vocab, report, num_tables
-            )
+        return CachePlan(blocks, budget, length)
+
+    def build_caches(self, plan: CachePlan) -> None:
+        """Build the caches. Lowers `max_model_len` to what they hold; sets `cache`, `decode`, also of a draft
+        model.
+        """
+        self.kv_budget_bytes = plan.budget_bytes
+        self.limited_by_cache = plan.max_model_len < self.max_model_len
+        self.max_model_len = plan.max_model_len
+        for each in filter(None, (self, self.draft)):
+            each.cache = each._allocate(plan.blocks)
+            each.make_decode_steps()
+
+    def make_decode_steps(self) -> None:
+        """Set `decode`, which runs the decode steps ."""
+        assert self.cache is not None
+        limit, free_bytes, cache = self.max_model_len, self.backend.memory().free_bytes, self.cache
+        sizes = bucket_sizes(self.plan, self.options, limit, free_bytes, cache.num_tables)
+        reason, vocab, step = self.why_not_captured(), self.model.vocab, self.run_eagerly
+        report, tables = self.report_wrong_capture, cache.num_tables
+        self.decode = DecodeSteps(self.backend, step, cache, limit, sizes, reason, vocab, report, tables)
 
     def _allocate(self, blocks: int) -> KVCache:
         """The cache, whose layers share storages as their tables allow, and the states of recurrent layers."""
@@ -239,12 +240,13 @@ class Runner(PlannedModel):
         device, num_sequences = torch.device(self.backend.torch_device_indexed), self.options.max_num_seqs
         return replace(made, by_layer=place_caches(requests, made.layers, numbers, num_sequences, self.dtype, device))
 
-    def _facts(self) -> tuple[object, ...]:
+    def facts(self) -> tuple[object, ...]:
         """What must be equal on all ranks, so that they run the same steps."""
         o, layouts = self.options, sorted((repr(r), x.name) for r, x in self.plan.layouts.items())
         entries = sorted(map(repr, self.files.config.items()))
-        limits = o.max_num_seqs, self.max_model_len
-        return entries, str(self.dtype), o.quantization, o.load_format, limits, self.backend.name, layouts
+        limits, drafters = (o.max_num_seqs, self.max_model_len), [drafter.data() for drafter in self.drafters]
+        stored = o.quantization, o.load_format, o.mtp, drafters
+        return entries, str(self.dtype), *stored, limits, self.backend.name, layouts
 
     def close(self) -> None:
         """Free weights and cache, also those of the draft model. Ranks that follow end too."""
@@ -275,13 +277,33 @@ class Runner(PlannedModel):
         """Run one step like `run`, but always eagerly, without a capture, and without other ranks."""
         return cast(tuple[torch.Tensor, torch.Tensor], self.steps[batch.kind](batch, self.cache))
 
+    def follow_rank_0(self) -> None:
+        """On every rank but 0: run the steps that rank 0 broadcasts, then end the process. On rank 0, and where there
+        are no others: nothing, and the ranks end with the process.
+
+        Raises:
+            SystemExit: rank 0 closed the model.
+        """
+        if self.ranks is not None and self.ranks.rank:
+            self.follow()
+            self.close()
+            raise SystemExit(0)
+        if self.ranks is not None:
+            atexit.register(self.ranks.close)
+
     def follow(self) -> None:
         """On every rank but 0: run the steps that rank 0 broadcasts; returns when rank 0 closes the model."""
         assert self.ranks is not None and self.cache is not None
-        for queries in self.ranks.steps():
+        hidden = drafted = torch.empty(0)
+        for queries, draft in self.ranks.steps():
             batch = make_batch(queries, block_tokens=self.cache.block_tokens, device=self.backend.torch_device_indexed)
             with torch.inference_mode():
-                self.steps[batch.kind](batch, self.cache)
+                if draft is None:
+                    hidden = self.steps[batch.kind](batch, self.cache)[1]
+                    continue
+                layer, kv = self.draft_layer(draft.layer)[batch.kind], self.draft_cache(draft.layer)
+                source = drafted if draft.continues else hidden
+                drafted = layer(source[torch.tensor(draft.rows, device=source.device)], batch, kv)[1]
 
     @property
     def sample(self) -> Callable[..., torch.Tensor]:
@@ -293,6 +315,11 @@ class Runner(PlannedModel):
         kind.
         """
         return {kind: view_of(step).mtp[index] for kind, step in self.steps.items()}
+
+    def draft_cache(self, index: int) -> LayerKV:
+        """The cache of draft layer number `index`, whose blocks are those of the first table."""
+        assert self.cache is not None
+        return self.cache.layers[len(self.model.layers) + index]
 
 
 def check_before_download(

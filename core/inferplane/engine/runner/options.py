@@ -40,6 +40,9 @@ class RunnerOptions:
         num_drafts: maximum number of drafts of a sequence per step.
         has_draft_layer: whether a layer of the model drafts (MTP, EAGLE).
         ranks: number of processes that share the model.
+        mtp_files: files of the prediction layers; None: the model's own.
+        draft_quantization: scheme by which the weights of layers that draft are quantized while they are read, or
+            "none"; None: as `drafters.choose_quantization` says.
     """
 
     dtype: str | torch.dtype = "auto"
@@ -63,15 +66,13 @@ class RunnerOptions:
     num_drafts: int = 0
     has_draft_layer: bool = False
     ranks: int = 1
+    mtp_files: ModelFiles | None = None
+    draft_quantization: str | None = None
 
-    def check(self) -> None:
-        """Raise UsageError for combinations that several ranks do not support yet."""
-        if self.ranks > 1 and (self.mtp or self.eagle is not None):
-            raise UsageError(
-                f"Drafting with MTP layers or an EAGLE head on {self.ranks} ranks is not implemented.",
-                there_is="drafting by n-grams ('ngram') and by a draft model ('draft_model')",
-                remedy="choose one of these, leave speculative_config and mtp out, or do not share the model",
-            )
+    @property
+    def has_own_mtp(self) -> bool:
+        """Whether the model is built with its prediction layers, which have its files and its formats."""
+        return self.mtp and self.mtp_files is None and self.draft_quantization is None
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from inferplane.binding import Options, Plan, PlanSettings, Verdict, bind, explain, explain_text, read_lock, run_canary
+from inferplane.binding import Loaded, Options, Plan, Verdict, bind, explain, explain_text, read_lock, run_canary
 from inferplane.binding.layout_canary import check_layout
 from inferplane.binding.old_names import current_kernel_names
 from inferplane.engine.runner.buckets import Size, bucket_sizes
@@ -22,28 +20,22 @@ from inferplane.engine.runner.kv_cache import (
     block_tokens_of,
     check_options,
     count_slot_bytes,
-    kv_layouts_for,
     list_requests,
 )
+from inferplane.engine.runner.loading.device_model import DeviceModel
+from inferplane.engine.runner.loading.drafters import OWN, Drafter, build_drafters
+from inferplane.engine.runner.loading.weight_formats import count_expanded, find_formats, formats_read_by_row
 from inferplane.engine.runner.model_files import ModelFiles
-from inferplane.engine.runner.options import RunnerOptions, resolve_dtype
+from inferplane.engine.runner.options import RunnerOptions
 from inferplane.engine.runner.ranks import Ranks
-from inferplane.errors import BindError, UsageError, warn
+from inferplane.errors import UsageError, warn
 from inferplane.kvcache import SLOTS_PER_SEQUENCE, TablePlan, deal_layers, single_table
-from inferplane.models import Build, Config, build
-from inferplane.models.families.eagle import with_eagle
+from inferplane.models import Build, build
+from inferplane.models.draft_layers import DraftLayers
 from inferplane.ops import CausalLM
 from inferplane.plugins import Event, PluginHost
-from inferplane.quant import (
-    READERS,
-    formats_read_by_row,
-    latent_formats,
-    latent_request,
-    open_format,
-    quantize_on_load,
-    read_quant_config,
-)
-from inferplane.types import PLAIN, Backend, DeviceState, Kernel, KVLayout, KVRequest, Placement, WeightFormat
+from inferplane.quant import READERS, QuantFormats
+from inferplane.types import Backend, Kernel, KVRequest
 
 
 class CapturedSpeculation(Protocol):
@@ -54,49 +46,27 @@ class CapturedSpeculation(Protocol):
     wrong: dict[Any, str]
 
 
-def count_expanded(config: Config, format_of: Callable[[str], str]) -> dict[str, int]:
-    """The packed types of a GGUF file whose matrices are expanded while they are read, with the number of matrices
-    (those of a layer's experts count as one); empty for other checkpoints."""
-    settings = config.get("quantization_config")
-    if not isinstance(settings, Mapping) or settings.get("quant_method") != "gguf":
-        return {}
-    types = settings["types"].items()
-    return dict(Counter(kind for name, kind in types if format_of(name.replace("*", "0")) == PLAIN))
-
-
-class PlannedModel:
+class PlannedModel(DeviceModel):
     """A model bound to the kernels of one device.
 
-    Attributes: `backend`; `state`, None if the device was not opened; `plan`; `max_model_len`; `verdicts` of the
-    canary; `placement`, the part of the model; `ranks`, the processes that share the model, None for one; `decode`,
-    which runs decode steps, and `captured_speculation`, which runs them together with a draft layer: both None before
-    the model is loaded.
+    Attributes, beside those of `DeviceModel`: `plan`; `base`, the model without layers that were built apart, which
+    `drafters` has, and `model` with them; `draft`, a draft model or None; `verdicts` of the canary; `ranks`, the
+    processes that share the model, None for one; `loaded`, the weights; `decode`, which runs decode steps, and
+    `captured_speculation`, which runs them together with a draft layer: both None before the model is loaded;
+    `spent_s`, seconds by phase.
     """
 
     def __init__(self, files: ModelFiles, host: PluginHost, backend: Backend, options: RunnerOptions) -> None:
-        self.files, self.host, self.backend, self.options = files, host, backend, options
-        self.dtype = resolve_dtype(options.dtype, files)
-        self.state: DeviceState | None = None
+        super().__init__(files, host, backend, options)
         self.ranks: Ranks | None = None
-        self.placement = Placement()
         self.decode: DecodeSteps | None = None
         self.captured_speculation: CapturedSpeculation | None = None
         self.verdicts: list[Verdict] = []
         self.spent_s: dict[str, float] = {}
         self.demoted: dict[Kernel, str] = {}
-        self.wrong_layouts: dict[tuple[KVRequest, str], str] = {}
-        limit = files.config.positions
-        if options.max_model_len is not None:
-            if options.max_model_len < 1 or (limit and options.max_model_len > limit):
-                raise UsageError(
-                    f"max_model_len = {options.max_model_len}.",
-                    there_is=f"1 to {limit}, the model's own positions" if limit else "numbers from 1",
-                    remedy="pass one of these, or leave it out",
-                )
-            limit = options.max_model_len
-        self.max_model_len: int = limit or 4096
-        self.kernels = host.kernels(backend)
-        self.pins = current_kernel_names(options.ops, self.kernels)
+        self.drafters: list[Drafter] = []
+        self.draft: PlannedModel | None = None
+        self.loaded = Loaded()
 
     @contextlib.contextmanager
     def measure_phase(self, phase: str) -> Iterator[None]:
@@ -113,9 +83,7 @@ class PlannedModel:
         """
         with self.measure_phase("bind"):
             self.bind(assumed=False)
-        with self.measure_phase("canary"):
-            self._check_layouts()
-            self._run_canary()
+        self.check_chosen()
         if left := self.plan.hot_references():
             ops = sorted({op for _, _, op in left})
             warn(
@@ -125,6 +93,18 @@ class PlannedModel:
             )
         self.host.emit(Event("plan.bound", {"device": self.backend.name, "model": self.files.name}))
 
+    def check_chosen(self) -> None:
+        """Check the chosen KV layouts and kernels on the opened device (the canary); replace those that are wrong."""
+        with self.measure_phase("canary"):
+            self._check_layouts()
+            self._run_canary()
+
+    def check_kernels(self) -> None:
+        """Choose kernels anew for a changed `model`, and check them."""
+        self.verdicts = []
+        self._choose_kernels()
+        self.check_chosen()
+
     def bind(self, *, assumed: bool) -> None:
         """Build the model's tree of ops, and choose a kernel for each: sets `model`, `plan`, `ignored` (tensors not to
         read) and the weight readers. Reads the names of tensors, not their data.
@@ -132,63 +112,44 @@ class PlannedModel:
         Args:
             assumed: the device is not here (`explain` for another machine): its kernels are assumed to be available.
         """
-        names = None if self.options.load_format == "dummy" or not self.files.has_weights else set(self.files.names())
-        scheme, config = (
-            self.options.quantization,
-            self.files.config if names is None else self.files.config_of_tensors(),
-        )
-        settings = self._settings(assumed)
-        if scheme is None:
-            formats = {name: partial(self._open_format, name) for name in self.host.quantization()}
-            found = read_quant_config(config.get("quantization_config"), names, formats, self.host.vacant_formats())
-        else:
-            request = latent_request(config)
-            layouts = [x.name for x in self.kv_layouts(request)] if request is not None else []
-            found = quantize_on_load(scheme, config, latent_formats(self.kernels, settings, layouts, self.pins))
+        self.assumed = assumed
+        names, scheme = self.names_in(self.files), self.options.quantization
+        config = self.files.config if names is None else self.files.config_of_tensors()
+        found = find_formats(self, config, scheme, names)
         self.readers, self.view = {**READERS, **found.readers}, found.view
         self.expanded = count_expanded(config, found.format_of)
-        rows = formats_read_by_row(self.kernels, settings) if self.placement == Placement() else frozenset()
-        unread, length = list(found.unread), self.max_model_len
-        plans = Build(
-            config, self.placement, found.format_of, length, self.options.mtp, unread, found.activation_quants, rows
-        )
-        self.model: CausalLM = build(plans, self.host.models())
-        self.ignored = plans.ignored
-        if (head := self.options.eagle) is not None:
-            names = set(head.names()) if head.has_weights else None
-            self.model, more = with_eagle(self.model, head.config, names, self.max_model_len)
-            self.ignored = [*self.ignored, *more]
-        check_options(self.model, self.options, self.files.name)
-        if self.options.mtp and not self.model.mtp:
+        rows, unread, length = formats_read_by_row(self), list(found.unread), self.max_model_len
+        mtp, quants = self.options.has_own_mtp, found.activation_quants
+        plans = Build(config, self.placement, found.format_of, length, mtp, unread, quants, rows)
+        self.base: CausalLM = build(plans, self.host.models())
+        self.config, self.ignored = config, plans.ignored
+        self.add_drafters(apart=not self.options.has_own_mtp)
+        self._choose_kernels()
+
+    def add_drafters(self, *, apart: bool) -> None:
+        """Put the layers that draft behind `base`, as the options name them: sets `drafters` and `model`. `apart`: also
+        the model's own prediction layers, if the options name them: they are not in `base`.
+        """
+        options = self.options
+        self.drafters = build_drafters(self, self.base, apart=apart)
+        more = (layer for drafter in self.drafters for layer in drafter.layers.layers)
+        self.model: CausalLM = replace(self.base, mtp=(*self.base.mtp, *more))
+        check_options(self.model, options, self.files.name)
+        if options.mtp and len(self.model.mtp) == (options.eagle is not None):
             raise UsageError(
-                f"mtp (of mtp=True or method='mtp'): {self.files.name} has no multi-token-prediction layers.",
+                f"mtp (of mtp=True or method='mtp'): {(options.mtp_files or self.files).name} has no "
+                "multi-token-prediction layers.",
                 remedy="leave it out, or load a checkpoint whose config has num_nextn_predict_layers",
             )
-        self._choose_kernels(assumed=assumed)
 
-    def _open_format(self, method: str, settings: Mapping[str, Any]) -> WeightFormat:
-        """The weight format that a plugin registered for a quantization method."""
-        return open_format(self.host.quantization()[method], settings, partial(self.host.fail_format, method))
-
-    def _settings(self, assumed: bool) -> PlanSettings:
-        """What binding needs to know of the device: that of `options.arch` if given, else of the opened device, else
-        the backend's first architecture.
-        """
-        arch = self.options.arch or next(iter(self.backend.architectures), "")
-        features = self.backend.features(self.options.arch)
-        if self.state is not None and self.options.arch is None:
-            arch, features = self.state.arch, self.state.features
-        deterministic, fraction = self.options.deterministic, self.options.max_repacked_fraction
-        return PlanSettings(self.backend.name, self.dtype, arch, features, deterministic, fraction, assumed)
-
-    def _choose_kernels(self, *, assumed: bool) -> None:
+    def _choose_kernels(self) -> None:
         """Bind the tree of ops anew, by the options' pins, the lock file's choices and the kernels demoted so far."""
         locked = read_lock(self.options.lock, self.fingerprint()) if self.options.lock else {}
         choices = current_kernel_names(locked, self.kernels)
         self.plan: Plan = bind(
             self.model,
             self.kernels,
-            self._settings(assumed),
+            self.settings,
             self.kv_layouts,
             options=Options(self.pins, choices, self.demoted),
             strict=self.options.strict,
@@ -221,7 +182,7 @@ class PlannedModel:
                 self.host.emit(Event("layout.refused", {"layout": name, "kind": request.kind, "reason": reason}))
             if wrong:
                 self.wrong_layouts |= wrong
-                self._choose_kernels(assumed=False)
+                self._choose_kernels()
 
     def _run_canary(self) -> None:
         """Run the chosen kernels on small samples; those that give wrong results are demoted, with a warning and an
@@ -244,7 +205,7 @@ class PlannedModel:
                 self.host.emit(
                     Event("canary.demoted", {"kernel": v.kernel.name, "op": v.kernel.op, "reason": v.reason})
                 )
-            self._choose_kernels(assumed=False)
+            self._choose_kernels()
 
     def report_wrong_capture(self, size: Size, reason: str) -> None:
         """Warn of a captured step that replays wrongly and is not used, and emit the event "capture.dropped"."""
@@ -260,23 +221,6 @@ class PlannedModel:
         return f"Kernel {kernel.name} for op {kernel.op!r} on device {self.backend.name!r} (from {origin})"
 
     # -- the cache that it needs
-
-    def kv_layouts(self, request: KVRequest) -> Sequence[KVLayout]:
-        """Layouts that the cache of one kind of layer may have, in the KV dtype of the options (`kv_layouts_for`), but
-        for those that were found wrong.
-
-        Raises:
-            BindError: all of them were.
-        """
-        fitting = kv_layouts_for(self.backend, request, self.dtype, self.options, self.files.name)
-        if right := [x for x in fitting if (request, x.name) not in self.wrong_layouts]:
-            return right
-        reasons = [f"{x.name}: {self.wrong_layouts[request, x.name]}" for x in fitting]
-        raise BindError(
-            f"Device {self.backend.name!r} has no KV layout for {request.kind!r} that works: {'; '.join(reasons)}.",
-            remedy=f"set another kv_cache_dtype; its author finds more with `inferplane conform --device "
-            f"{self.backend.name}`",
-        )
 
     @property
     def block_tokens(self) -> int:
@@ -343,12 +287,37 @@ class PlannedModel:
         return explain_text(self.plan, self.files.name, verbose=verbose, **self._describe_caches_and_steps())
 
     def describe_caches(self) -> dict[str, Any]:
-        """The entries `kv_tables` and, if layers keep states of sequences, `states` of `explain`."""
+        """The entries `kv_tables` and, if there are any, `drafters`, and the `states` that layers keep of sequences, of
+        `explain`.
+        """
         data: dict[str, Any] = {"kv_tables": self.tables.data()}
+        if drafters := self.describe_drafters():
+            data["drafters"] = drafters
         if sequence_bytes := self.count_state_bytes():
             layers = sum(request.states is not None for request in self.layer_requests())
             data["states"] = {"layers": layers, "sequence_bytes": sequence_bytes}
         return data
+
+    def describe_drafters(self) -> list[dict[str, Any]]:
+        """What drafts for the model, as JSON-ready data (`drafters` in docs/schemas/explain.json): where it comes from,
+        how it is quantized, whose embedding and head it reads, and the bytes that it adds to the model's.
+        """
+        plan, model, drafters = self.plan, replace(self.base, mtp=()), self.drafters
+        if self.base.mtp:
+            layers = DraftLayers(self.base.mtp)
+            drafters = [Drafter("mtp", self.files, self.options.quantization, QuantFormats(), layers), *drafters]
+        found = []
+        for drafter in drafters:
+            own = drafter.layers.own_weights(model)
+            weight_bytes = sum(plan.nbytes(plan.weights[i], name) for i in own for name in plan.packings.get(i, ()))
+            requests = [request for layer in drafter.layers.layers for request in layer.kv_requests()]
+            block_bytes = sum(plan.layouts[r].bytes_per_block(r, self.dtype) for r in requests)
+            found.append({**drafter.data(), "weight_bytes": weight_bytes, "kv_block_bytes": block_bytes})
+        if (draft := self.draft) is not None:
+            drafter = Drafter("draft_model", draft.files, draft.options.quantization, QuantFormats(), OWN)
+            sizes = {"weight_bytes": draft.plan.weight_bytes, "kv_block_bytes": draft.block_bytes()}
+            found.append({**drafter.data(), **sizes})
+        return found
 
     def _describe_caches_and_steps(self) -> dict[str, Any]:
         return {**self.describe_caches(), "decode_steps": describe_captured_steps(self)}

@@ -2,7 +2,8 @@
 
 Before each step rank 0 broadcasts the queries of its sequences, as int64 numbers over a gloo group of its own. All
 ranks then make the same batch and run the same step, in which the layers' collectives join their parts. No object is
-pickled.
+pickled. A forward of a draft layer is a step like any other, with the rows of hidden states that it reads: these are
+equal on all ranks, and never sent.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,20 @@ FIRST = 1024
 STOP = -1
 MAX_IDLE = timedelta(days=365)
 """How long a rank waits for the next step. It notices at once when rank 0's process ends."""
+
+
+class DraftCall(NamedTuple):
+    """A forward of a draft layer.
+
+    Args:
+        layer: its number.
+        continues: whether it reads hidden states of the last such forward; else those of the model's last step.
+        rows: of these hidden states, in order.
+    """
+
+    layer: int
+    continues: bool
+    rows: tuple[int, ...]
 
 
 def launcher_ranks() -> tuple[int, int, int]:
@@ -143,21 +159,23 @@ class Ranks:
     # -- steps
 
     @contextlib.contextmanager
-    def step(self, batch: Batch, block_tokens: int) -> Iterator[None]:
-        """On rank 0: broadcast a step, and run it inside the block. A failure in the block leaves the ranks out of step
-        for good: `broken` is set, and later calls raise GenerationError.
+    def step(self, batch: Batch, block_tokens: int, draft: DraftCall | None = None) -> Iterator[None]:
+        """On rank 0: broadcast a step of the model, or a forward of a draft layer, and run it inside the block. A
+        failure in the block leaves the ranks out of step for good: `broken` is set, and later calls raise
+        GenerationError.
         """
         if self.broken:
             raise GenerationError(f"The ranks are out of step: {self.broken}.", remedy="start the model anew")
         try:
-            self._send(encode_batch(batch, block_tokens))
+            self._send([*encode_draft(draft), *encode_batch(batch, block_tokens)])
             yield
         except BaseException as error:
             self.broken = f"a step failed on rank 0 with {type(error).__name__}: {error}"
             raise
 
-    def steps(self) -> Iterator[list[Query]]:
-        """On the other ranks: the queries of each step, until rank 0 closes the model.
+    def steps(self) -> Iterator[tuple[list[Query], DraftCall | None]]:
+        """On the other ranks: the queries of each step, and the draft layer if one runs in place of the model, until
+        rank 0 closes the model.
 
         Ctrl-C and SIGTERM, which a launcher sends to all ranks, are ignored meanwhile: rank 0 may have requests to
         finish. If rank 0 ends without closing the model, this process ends with exit code 1.
@@ -177,8 +195,10 @@ class Ranks:
             for number, how in handlers.items():
                 signal.signal(number, how)
 
-    def _receive(self) -> list[Query] | None:
-        """Wait for the next step that rank 0 broadcasts; returns its queries, None when rank 0 closes the model."""
+    def _receive(self) -> tuple[list[Query], DraftCall | None] | None:
+        """Wait for the next step that rank 0 broadcasts; returns what `steps` yields, None when rank 0 closes the
+        model.
+        """
         first = torch.empty(FIRST, dtype=torch.int64)
         dist.broadcast(first, 0, group=self._control)
         length = int(first[0])
@@ -187,7 +207,8 @@ class Ranks:
         rest = torch.empty(max(0, length - (FIRST - 1)), dtype=torch.int64)
         if rest.numel():
             dist.broadcast(rest, 0, group=self._control)
-        return decode_queries([*first[1 : length + 1].tolist(), *rest.tolist()])
+        draft, message = decode_draft([*first[1 : length + 1].tolist(), *rest.tolist()])
+        return decode_queries(message), draft
 
     def _send(self, message: Sequence[int]) -> None:
         """Broadcast a message from rank 0, in one or two tensors."""
@@ -211,6 +232,20 @@ class Ranks:
                 dist.broadcast(message, 0, group=self._control)
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
+
+
+def encode_draft(draft: DraftCall | None) -> list[int]:
+    """What runs, as integers: the number of a draft layer and 1 (0: the model), whether it continues, its rows with
+    their number before them.
+    """
+    return [0, 0, 0] if draft is None else [draft.layer + 1, int(draft.continues), len(draft.rows), *draft.rows]
+
+
+def decode_draft(message: list[int]) -> tuple[DraftCall | None, list[int]]:
+    """What `encode_draft` was given, and the rest of a message that begins with its integers."""
+    layer, continues, count = message[:3]
+    rows, rest = tuple(message[3 : 3 + count]), message[3 + count :]
+    return DraftCall(layer - 1, bool(continues), rows) if layer else None, rest
 
 
 def encode_batch(batch: Batch, block_tokens: int) -> list[int]:

@@ -7,9 +7,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from inferplane.engine.request.arguments import DRAFT_ALIASES, DRAFT_METHODS, as_bool, as_integer, current_names
+from inferplane.engine.runner.loading.drafters import AS_STORED, choose_quantization
 from inferplane.engine.runner.model_files import ModelFiles
 from inferplane.engine.runner.options import Draft, RunnerOptions
 from inferplane.errors import UsageError
+from inferplane.quant import SCHEMES
 from inferplane.renamed import old_attributes, old_names
 
 VerifyStrategy = Literal["rejection", "target_match", "greedy", "topp"]
@@ -27,6 +29,7 @@ OLD_NAMES = {
     "draft_model_name_or_path": "model",
     "draft_model_dtype": "draft_dtype",
     "draft_model_kv_dtype": "draft_kv_cache_dtype",
+    "draft_model_quant_type": "draft_quantization",
 }
 """Names of the fields until 0.2, which are the source system's (`serving/source_names.py`); they go with 0.3."""
 
@@ -48,12 +51,16 @@ class SpeculativeConfig:
         accept_policy: "accept_all" and "reject_all" are for debugging.
         adaptive: draft fewer tokens after rejections and more after acceptances.
         max_candidates: maximum number of nucleus members that "topp" accepts.
-        model: the draft model or the EAGLE head: a folder, or "demo-draft" and "demo-eagle", which draft for the demo
-            model.
-        draft_dtype: as `dtype`, for the draft model; an EAGLE head runs in the model's.
+        model: the draft model, the EAGLE head or the prediction layers: a folder, a name on a hub, or "demo-draft" and
+            "demo-eagle", which draft for the demo model. Without it "mtp" takes the layers in the model's own files. A
+            folder of prediction layers may be a whole checkpoint, or these layers alone; the embedding and the output
+            head are the model's where it lacks them or has equal ones, else its own.
+        draft_dtype: as `dtype`, for the draft model; an EAGLE head and prediction layers run in the model's.
         draft_kv_cache_dtype: as `kv_cache_dtype`, for the draft model.
         verify_window: under "topp", how many following drafts must be the most likely tokens to accept a second-best
             one.
+        draft_quantization: as `quantization`, for what drafts; "none": as it is stored. Left out: the model's, unless
+            it has files of its own that are quantized already.
 
     Raises:
         UsageError: a value is unknown or out of range.
@@ -70,6 +77,7 @@ class SpeculativeConfig:
     model: Any = None
     draft_dtype: str = "auto"
     draft_kv_cache_dtype: str = "auto"
+    draft_quantization: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "method", DRAFT_ALIASES.get(self.method, self.method))
@@ -86,11 +94,20 @@ class SpeculativeConfig:
         for name, low, high in ranges:
             if not low <= getattr(self, name) <= high:
                 raise UsageError(f"{name} = {getattr(self, name)!r}.", there_is=f"{low} to {high}")
-        if (self.model is not None) != (self.method in ("draft_model", "eagle")):
+        if self.method != "mtp" and (self.model is not None) != (self.method in ("draft_model", "eagle")):
             raise UsageError(
                 f"method = {self.method!r} with model = {self.model!r}.",
-                there_is="a model for 'draft_model' and 'eagle', none for the other methods",
+                there_is="a model for 'draft_model', 'eagle' and, with files of its own, 'mtp'; none for 'ngram'",
                 remedy="name its folder, or 'demo-draft' or 'demo-eagle' for the demo model",
+            )
+        if self.draft_quantization not in (known := (None, AS_STORED, *SCHEMES)):
+            raise UsageError(
+                f"draft_quantization = {self.draft_quantization!r:.80}.", there_is=", ".join(map(repr, known))
+            )
+        if self.draft_quantization is not None and self.method == "ngram":
+            raise UsageError(
+                f"draft_quantization = {self.draft_quantization!r} with method = 'ngram', which has no weights.",
+                remedy="leave it out",
             )
 
     @classmethod
@@ -128,12 +145,17 @@ class SpeculativeConfig:
         return self.method in ("mtp", "eagle")
 
 
-def with_draft(options: RunnerOptions, config: SpeculativeConfig | None) -> RunnerOptions:
+def with_draft(options: RunnerOptions, config: SpeculativeConfig | None, *, configs: bool = False) -> RunnerOptions:
     """The runner's options with what the method needs: prediction layers, an EAGLE head, a draft model.
 
     A draft model is bound and loaded by itself: its own dtype, KV dtype and weight formats, no pins and no lock file,
-    which name the model's sites, and on rank 0 alone where several ranks share the model. An EAGLE head runs in the
-    model's dtype, on its hidden states.
+    which name the model's sites, and on rank 0 alone where several ranks share the model. An EAGLE head and prediction
+    layers run in the model's dtype, on its hidden states, with weight formats of their own.
+
+    Args:
+        options: the runner's.
+        config: the method; None: none.
+        configs: of a draft model's name on a hub only the config is downloaded, for a plan.
 
     Raises:
         UsageError: no such folder. CheckpointError: it lacks a readable config.
@@ -143,15 +165,19 @@ def with_draft(options: RunnerOptions, config: SpeculativeConfig | None) -> Runn
     options = replace(options, num_drafts=config.num_speculative_tokens)
     if config.method == "ngram":
         return options
+    quantization = config.draft_quantization
+    if config.method == "mtp" and config.model is None:
+        return replace(options, mtp=True, has_draft_layer=True, draft_quantization=quantization)
+    files = ModelFiles(config.model, configs=configs)
     if config.method == "mtp":
-        return replace(options, mtp=True, has_draft_layer=True)
-    files = ModelFiles(config.model)
+        return replace(options, mtp=True, has_draft_layer=True, mtp_files=files, draft_quantization=quantization)
     if config.method == "eagle":
-        return replace(options, eagle=files, has_draft_layer=True)
+        return replace(options, eagle=files, has_draft_layer=True, draft_quantization=quantization)
     own = replace(
         options,
         dtype=config.draft_dtype,
         kv_cache_dtype=config.draft_kv_cache_dtype,
+        quantization=choose_quantization(quantization, options.quantization, files, own_files=True),
         ops={},
         lock=None,
         mtp=False,

@@ -16,6 +16,7 @@ import torch
 from inferplane.engine.request.state import Request
 from inferplane.engine.runner.capture import DecodeSteps, why_not_captured
 from inferplane.engine.runner.model_runner import Runner
+from inferplane.engine.runner.ranks import DraftCall
 from inferplane.engine.speculate.proposer import Proposer, VerifiedChunk
 from inferplane.types import FEW_TOKENS, HOST, Batch
 from inferplane.types.batch import HostLens, Query, make_batch
@@ -48,6 +49,8 @@ class NetworkProposer(Proposer):
 
     uses_hidden = True
     """Whether `forward` reads hidden states; otherwise they may be those of other rows."""
+    waits_for_tokens = False
+    """Whether the host reads each draft before the next forward."""
     own_tokens = 0
     """Tokens past a sequence's computed ones that the first forward writes entries for."""
 
@@ -128,6 +131,8 @@ class NetworkProposer(Proposer):
         longest, positions = max(lengths), [r.computed + self.own_tokens for r in requests]
         if longest == 1:
             return tokens[:, None]
+        if self.waits_for_tokens:
+            return self._draft_one_by_one(requests, lengths, rows, tokens, hidden)
         # Rows preceding each first draft; every later forward advances them by one token.
         queries = [
             Query([0], end - 1, self.blocks(r.blocks, end + n - 1)) for r, end, n in zip(requests, positions, lengths)
@@ -140,10 +145,45 @@ class NetworkProposer(Proposer):
             for done in range(1, longest)
         ]
         if self.uses_hidden:
-            hidden = hidden[torch.tensor(rows, device=hidden.device)]
+            hidden = self.select(hidden, rows, continues=True)
         counts = torch.tensor(lengths, device=tokens.device)
         with torch.inference_mode():
             return draft_tokens(self.forward, tokens, hidden, batch, counts, longest, self.block_tokens, lens)
+
+    def _draft_one_by_one(
+        self, requests: list[Request], lengths: list[int], rows: list[int], tokens: torch.Tensor, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """As `_draft`, but the host reads each draft before the next forward, which has rows of those sequences alone
+        that get a further draft.
+        """
+        drafts, row_of = torch.zeros(len(requests), max(lengths), dtype=torch.int64), dict(enumerate(rows))
+        drafts[:, 0] = tokens
+        for done in range(1, max(lengths)):
+            live = [k for k, length in enumerate(lengths) if length > done]
+            stops = [requests[k].computed + self.own_tokens + done for k in live]
+            queries = [
+                Query([int(drafts[k, done - 1])], end - 1, self.blocks(requests[k].blocks, end))
+                for k, end in zip(live, stops)
+            ]
+            batch = make_batch(queries, block_tokens=self.block_tokens, device=self.device)
+            with torch.inference_mode():
+                hidden = self.select(hidden, [row_of[k] for k in live], continues=True)
+                logits, hidden = self.forward(batch, hidden)
+            drafts[live, done] = logits.argmax(-1).to(HOST)
+            row_of = {k: row for row, k in enumerate(live)}
+        return drafts
+
+    def select(self, hidden: torch.Tensor, rows: list[int], *, continues: bool) -> torch.Tensor:
+        """Rows of hidden states for the next forward.
+
+        Args:
+            hidden: `[T, D]`.
+            rows: indices into it.
+            continues: whether `hidden` are those of the last forward; else the model's.
+        """
+        if rows == list(range(hidden.shape[0])):
+            return hidden
+        return hidden[torch.tensor(rows, device=hidden.device)]
 
     def _first_forward(
         self, chunks: Sequence[VerifiedChunk], limits: Sequence[int], hidden: torch.Tensor
@@ -159,8 +199,7 @@ class NetworkProposer(Proposer):
         batch = make_batch([f.query for f in order], block_tokens=self.block_tokens, device=self.device)
         if self.uses_hidden:
             rows = [f.row + k for f in order for k in range(len(f.query.ids))]
-            if rows != list(range(hidden.shape[0])):
-                hidden = hidden[torch.tensor(rows, device=hidden.device)]
+            hidden = self.select(hidden, rows, continues=False)
         with torch.inference_mode():
             logits, hidden = self.forward(batch, hidden)
         stops = accumulate(len(f.query.ids) for f in order)
@@ -194,7 +233,9 @@ class DraftLayerProposer(NetworkProposer):
         assert cache is not None and decode is not None, "the runner was not opened"
         super().__init__(cache.block_tokens, runner.backend.torch_device_indexed, reserve)
         layers = runner.draft_layer(index)
-        self.kv = kv = cache.layers[len(runner.model.layers) + index]
+        self.index, self.ranks, self.waits_for_tokens = index, runner.ranks, runner.ranks is not None
+        self.call: DraftCall | None = None
+        self.kv = kv = runner.draft_cache(index)
         self.layer: Forward = lambda batch, hidden: layers[batch.kind](hidden, batch, kv)
         reason = why_not_captured(runner.plan, runner.options, "mtp")
         limit, vocab, report = runner.max_model_len, runner.model.vocab, runner.report_wrong_capture
@@ -209,8 +250,18 @@ class DraftLayerProposer(NetworkProposer):
         return ForwardInput(index, Query(ids, chunk.first, blocks, 1 if max_drafts else 0), chunk.row)
 
     def forward(self, batch: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `NetworkProposer.forward`: the draft layer, captured where possible."""
-        return self.steps(batch, hidden)
+        """See `NetworkProposer.forward`: the draft layer, captured where possible; with several ranks, on all of
+        them.
+        """
+        if self.ranks is None:
+            return self.steps(batch, hidden)
+        with self.ranks.step(batch, self.block_tokens, self.call):
+            return self.steps(batch, hidden)
+
+    def select(self, hidden: torch.Tensor, rows: list[int], *, continues: bool) -> torch.Tensor:
+        """See `NetworkProposer.select`; the other ranks select the same rows of their own."""
+        self.call = DraftCall(self.index, continues, tuple(rows))
+        return super().select(hidden, rows, continues=continues)
 
 
 class DraftModelProposer(NetworkProposer):

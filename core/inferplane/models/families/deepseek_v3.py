@@ -56,6 +56,7 @@ def deepseek_v3(build: Build) -> CausalLM:
             layer=decoder_layer(build, i, attention(i, f"{prefix}.self_attn"), feed_forward(i, f"{prefix}.mlp")),
             norm=build.add_rms_norm(f"{prefix}.shared_head.norm", width),
             head=LMHead(model.head.weight),
+            gather=build.gather(),
         )
 
     extra = config.count("num_nextn_predict_layers")

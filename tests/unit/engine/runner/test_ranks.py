@@ -7,8 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferplane.engine.runner.options import RunnerOptions
-from inferplane.engine.runner.ranks import decode_queries, encode_batch, launcher_ranks, num_ranks
+from inferplane.engine.runner.ranks import (
+    DraftCall,
+    decode_draft,
+    decode_queries,
+    encode_batch,
+    encode_draft,
+    launcher_ranks,
+    num_ranks,
+)
 from inferplane.errors import UsageError
 from inferplane.types import StateSlots
 from inferplane.types.batch import Query, make_batch
@@ -61,8 +68,9 @@ def test_who_was_started(monkeypatch):
             launcher_ranks()
 
 
-def test_what_several_ranks_cannot_do_yet():
-    RunnerOptions(mtp=True).check()
-    RunnerOptions(ranks=2).check()
-    with pytest.raises(UsageError, match="on 2 ranks is not implemented"):
-        RunnerOptions(mtp=True, ranks=2).check()
+@given(
+    draft=st.none() | st.builds(DraftCall, st.integers(0, 7), st.booleans(), st.lists(st.integers(0, 99)).map(tuple)),
+    rest=st.lists(st.integers(-1, 99)),
+)
+def test_a_call_of_a_draft_layer_is_made_again_from_its_numbers(draft, rest):
+    assert decode_draft([*encode_draft(draft), *rest]) == (draft, rest)

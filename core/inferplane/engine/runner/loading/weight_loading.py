@@ -1,0 +1,98 @@
+"""Reads the weights of a model's plan: the model's, and those of drafters with files or formats of their own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Mapping
+
+from inferplane.binding import DummySource, Loaded, load
+from inferplane.engine.runner.loading.drafters import Drafter
+from inferplane.engine.runner.planned_model import PlannedModel
+from inferplane.errors import CheckpointError, warn
+from inferplane.models.reading.names import check_frequencies
+from inferplane.quant import READERS, explain_no_savings
+from inferplane.types import Packing
+
+Missing = Mapping[int, Mapping[str, Packing]]
+"""Id of a weight -> packings by label."""
+Progress = Callable[[int, int], None]
+
+
+def read_weights(planned: PlannedModel, progress: Progress | None) -> Loaded:
+    """Read every weight of a model's plan that is not packed in `planned.loaded`; returns all that are in the plan,
+    with what is odd in the files as warnings.
+
+    Raises:
+        As `load`.
+    """
+    packed, drafters = planned.loaded.packed, planned.drafters
+    missing = {
+        i: {name: packing for name, packing in names.items() if (i, name) not in packed}
+        for i, names in planned.plan.packings.items()
+    }
+    missing = {i: names for i, names in missing.items() if names}
+    owned = [drafter.layers.own_weights(planned.base) for drafter in drafters]
+    found = _load_model(planned, _without(missing, set().union(*owned)), progress)
+    for drafter, ids in zip(drafters, owned):
+        drafter.loaded = _load_drafter(planned, drafter, {i: names for i, names in missing.items() if i in ids})
+        found.packed |= drafter.loaded.packed
+    requested = {(i, name) for i, names in planned.plan.packings.items() for name in names}
+    found.packed |= {key: value for key, value in packed.items() if key in requested}
+    found.nbytes = planned.plan.weight_bytes
+    return found
+
+
+def _without(missing: Missing, ids: Collection[int]) -> Missing:
+    return {i: names for i, names in missing.items() if i not in ids}
+
+
+def _load_model(planned: PlannedModel, missing: Missing, progress: Progress | None) -> Loaded:
+    """Read weights from the model's files; a few of them where most are read already."""
+    again = bool(planned.loaded.packed)
+    if again and not missing:
+        return Loaded()
+    with contextlib.ExitStack() as opened:
+        source = None if planned.options.load_format == "dummy" else planned.files.source()
+        if source is not None:
+            opened.enter_context(contextlib.closing(source))
+        for what in () if again else planned.files.complaints():
+            warn(what)
+        found = load(
+            planned.plan,
+            DummySource() if source is None else planned.view(source),
+            planned.backend.torch_device_indexed,
+            readers=planned.readers,
+            progress=progress,
+            ignore=("*",) if again else planned.ignored,
+            missing=missing,
+        )
+        if source is not None and not again:
+            check_frequencies(planned.files.config, planned.files.source(), found.ignored)
+    savings = () if again else explain_no_savings(planned.plan, planned.options.quantization)
+    for what in (*savings, *found.complaints(planned.files.name)):
+        warn(what)
+    return found
+
+
+def _load_drafter(planned: PlannedModel, drafter: Drafter, missing: Missing) -> Loaded:
+    """Read the weights that layers that draft have of their own."""
+    with contextlib.ExitStack() as opened:
+        source = None if planned.options.load_format == "dummy" else drafter.files.source()
+        if source is not None:
+            opened.enter_context(contextlib.closing(source))
+        try:
+            found = load(
+                planned.plan,
+                DummySource(1) if source is None else drafter.formats.view(source),
+                planned.backend.torch_device_indexed,
+                readers={**READERS, **drafter.formats.readers},
+                ignore=drafter.layers.unread,
+                missing=missing,
+            )
+        except CheckpointError as error:
+            error.add_subject(f"What drafts, {drafter.files.name}")
+            raise
+    found.unused = [name for name in found.unused if name.startswith(drafter.prefixes)]
+    for what in found.complaints(drafter.files.name):
+        warn(what)
+    return found
