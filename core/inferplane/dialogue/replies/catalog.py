@@ -42,7 +42,8 @@ FORMS: tuple[ReplyForm, ...] = (
     _form("deepseek_v32", tables.THINK, tables.DSML_CALLS, types=("deepseek_v32",)),
     _form("deepseek_v3", tables.THINK, tables.DEEPSEEK_CALLS, also=("deepseek_r1", "holo2"), types=("deepseek_v3",)),
     _form("deepseek_v31", tables.THINK, tables.DEEPSEEK_31_CALLS),
-    _form("kimi_k2", tables.THINK, tables.KIMI_CALLS, types=("kimi_k2",)),
+    _form("kimi_k2", tables.THINK, tables.KIMI_CALLS, tables.KIMI_SINGULAR_CALLS, types=("kimi_k2",)),
+    _form("kimi", tables.THINK_TRIANGLES),
     _form("glm45", tables.THINK, tables.GLM_CALLS, also=("glm47",), types=("glm4_moe",)),
     _form("minimax_m2", tables.THINK, tables.MINIMAX_CALLS, types=("minimax_m2",)),
     _form("seed_oss", tables.SEED_THINK, tables.SEED_CALLS, types=("seed_oss",)),
@@ -55,15 +56,13 @@ FORMS: tuple[ReplyForm, ...] = (
         types=("mistral3", "ministral"),
     ),
     _form("mistral_list", None, tables.MISTRAL_LIST_CALLS, tables.MISTRAL_CALLS, types=("mistral", "mixtral")),
-    _form(
-        "hunyuan_a13b",
-        tables.THINK_ANSWER,
-        tables.TOOL_CALLS_LIST,
-        also=("jamba",),
-        types=("hunyuan_v1_moe", "hunyuan_v1_dense"),
-    ),
+    _form("hunyuan_a13b", tables.THINK_ANSWER, tables.HUNYUAN_CALLS, types=("hunyuan_v1_moe", "hunyuan_v1_dense")),
+    _form("minimax", tables.THINK, tables.MINIMAX_M1_CALLS, also=("minimax_m1",), types=("minimax_m1",)),
+    _form("jamba", None, tables.TOOL_CALLS_LIST, types=("jamba",)),
     _form("phi4_mini_json", None, tables.PHI_CALLS, tables.FUNCTOOLS_CALLS, types=("phi3",)),
-    _form("granite", tables.THOUGHT_PROCESS, tables.GRANITE_CALLS, types=("granite", "granitemoe")),
+    _form(
+        "granite", tables.THOUGHT_PROCESS, tables.GRANITE_CALLS, tables.HERMES_CALLS, types=("granite", "granitemoe")
+    ),
     _form(
         "ernie45", tables.THINK_RESPONSE, tables.HERMES_CALLS, also=("ernie-x1",), types=("ernie4_5", "ernie4_5_moe")
     ),
@@ -72,6 +71,7 @@ FORMS: tuple[ReplyForm, ...] = (
         "qwen3_coder",
         tables.THINK,
         tables.QWEN_CODER_CALLS,
+        tables.QWEN_CODER_BARE_CALLS,
         also=("qwen3_xml", "mimo", "nemotron_v3"),
         types=("qwen3_next",),
     ),
@@ -110,7 +110,9 @@ def find_form(template_source: str | None, model_type: str = "", forms: Sequence
     default = forms[-1]
     thinks = _find_marked(source, [(form, form.reasoning) for form in forms if form.reasoning])
     calls = _find_marked(source, [(form, form.tools[0]) for form in forms if form.tools])
-    thinks = thinks or (family if template_source is None else None)
+    own = family.reasoning if family else None
+    if template_source is None or (own and thinks and thinks.reasoning and _has_same_marks(own, thinks.reasoning)):
+        thinks = family  # it may know of marks around the answer, which the template does not show
     calls = calls or family or default
     return _combine(thinks, calls)
 
@@ -121,6 +123,10 @@ def _find_marked(source: str, parts: Sequence[tuple[ReplyForm, ReasoningForm | T
         (form, part) for form, part in parts if part.template_marks and all(m in source for m in part.template_marks)
     ]
     return max(found, key=lambda each: len(each[1].template_marks))[0] if found else None
+
+
+def _has_same_marks(one: ReasoningForm, other: ReasoningForm) -> bool:
+    return (one.begin, one.end) == (other.begin, other.end)
 
 
 def _combine(thinks: ReplyForm | None, calls: ReplyForm | None) -> ReplyForm:

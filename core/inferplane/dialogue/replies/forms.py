@@ -96,6 +96,7 @@ class ToolForm:
         separator: white space that a template writes between content and calls: it is no content.
         tokens: special tokens inside headers.
         template_marks: strings by which a chat template with this form is recognized: it has all of them.
+        answer_label: text with which an answer begins where tools are shown; it is no content.
     """
 
     syntax: Syntax
@@ -118,6 +119,7 @@ class ToolForm:
     separator: str = ""
     tokens: tuple[str, ...] = ()
     template_marks: tuple[str, ...] = ()
+    answer_label: str = ""
 
     def __post_init__(self) -> None:
         needed = {"named_json": ("headers",), "parameters": ("call_begin", "call_end", "key_begin", "key_end_marks")}

@@ -108,6 +108,9 @@ class ReplyParser:
             before, self._has_answer_mark = "", True
             yield from self._reader.skip(self._reasoning.padding)
         before += yield from self._reader.skip(SPACE)
+        labels = [form.answer_label for form in self._tools if form.answer_label]
+        if labels and (yield from self._reader.match(*labels)):
+            before = ""
         before = yield from self._read_bare_calls(before)
         yield from self._read_answer(before)
 

@@ -1,10 +1,13 @@
 """The forms of thoughts and calls that models write, as tables of marks.
 
 Sources: the chat templates in the models' repositories on https://huggingface.co, and for DeepSeek V3.2 and gpt-oss the
-encodings that are published with them. Each table names one.
+encodings that are published with them. Each table names one. "Held against" names what was read beside it on 2026-11-27:
+a copy of the template, or the parser of another engine.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from inferplane.dialogue.replies.forms import ReasoningForm, ToolForm
 
@@ -13,14 +16,21 @@ from inferplane.dialogue.replies.forms import ReasoningForm, ToolForm
 THINK = ReasoningForm("<think>", "</think>", template_marks=("</think>",))
 """DeepSeek R1 to V3.2, Qwen 3, GLM-4.5, Kimi K2, MiniMax M2, and most others."""
 THINK_ANSWER = ReasoningForm(
-    "<think>", "</think>", answer_begin="<answer>", answer_end="</answer>", template_marks=("</think>", "<answer>")
+    "<think>",
+    "</think>",
+    answer_begin="<answer>",
+    answer_end="</answer>",
+    forced_end="\n</think>\n",
+    template_marks=("</think>", "<answer>"),
 )
-"""Hunyuan. Source: https://huggingface.co/tencent/Hunyuan-A13B-Instruct."""
+"""Hunyuan. Source: https://huggingface.co/tencent/Hunyuan-A13B-Instruct. Held against vLLM's
+reasoning/hunyuan_a13b_reasoning_parser.py and examples/tool_chat_template_hunyuan_a13b.jinja."""
 THINK_RESPONSE = ReasoningForm(
     "<think>", "</think>", answer_begin="<response>", answer_end="</response>", template_marks=("<think>", "<response>")
 )
 """ERNIE 4.5 and Granite 3.3. Sources: https://huggingface.co/baidu/ERNIE-4.5-21B-A3B-Thinking,
-https://huggingface.co/ibm-granite/granite-3.3-8b-instruct."""
+https://huggingface.co/ibm-granite/granite-3.3-8b-instruct. Held against FastDeploy's
+reasoning/ernie_x1_reasoning_parsers.py, vLLM's reasoning/ernie45_reasoning_parser.py, llama.cpp's chat-diff-analyzer."""
 THOUGHT_PROCESS = ReasoningForm(
     "Here is my thought process:",
     "Here is my response:",
@@ -29,9 +39,13 @@ THOUGHT_PROCESS = ReasoningForm(
     padding=" \n",
     template_marks=("Here is my thought process:",),
 )
-"""Granite 3.2. Source: https://huggingface.co/ibm-granite/granite-3.2-8b-instruct."""
-THINK_BRACKETS = ReasoningForm("[THINK]", "[/THINK]", template_marks=("[THINK]",))
-"""Magistral. Source: https://huggingface.co/mistralai/Magistral-Small-2509."""
+"""Granite 3.2. Source: https://huggingface.co/ibm-granite/granite-3.2-8b-instruct. Held against vLLM's
+reasoning/granite_reasoning_parser.py, which has the spellings with "Here's"."""
+THINK_BRACKETS = ReasoningForm("[THINK]", "[/THINK]", forced_end="[/THINK]", template_marks=("[THINK]",))
+"""Magistral from 2507 on, Ministral 3. Source: https://huggingface.co/mistralai/Magistral-Small-2509. Held against
+mistral-common's InstructTokenizerV13, whose marks are tokens; the Magistral of 2506 writes `<think>`."""
+THINK_TRIANGLES = ReasoningForm("◁think▷", "◁/think▷", template_marks=("◁think▷",))
+"""Kimi-VL-Thinking and Kimi-Dev, before K2. Source: https://huggingface.co/moonshotai/Kimi-VL-A3B-Thinking."""
 SEED_THINK = ReasoningForm(
     "<seed:think>",
     "</seed:think>",
@@ -69,7 +83,8 @@ PLAIN_FENCED_CALLS = ToolForm("json", begin="```", end="```", separator="\n")
 HERMES_CALLS = ToolForm(
     "json", begin="<tool_call>", end="</tool_call>", separator="\n", template_marks=("<tool_call>",)
 )
-"""Hermes, Qwen 2.5 and 3, SmolLM3, EXAONE 4, Granite 4, ERNIE 4.5. Source: https://huggingface.co/Qwen/Qwen3-8B."""
+"""Hermes, Qwen 2.5 and 3, SmolLM3, EXAONE 4, Granite 4, ERNIE 4.5. Source: https://huggingface.co/Qwen/Qwen3-8B. Held
+against FastDeploy's tool_parsers/ernie_x1_tool_parser.py for ERNIE."""
 QWEN_CODER_CALLS = ToolForm(
     "parameters",
     begin="<tool_call>",
@@ -84,7 +99,10 @@ QWEN_CODER_CALLS = ToolForm(
     separator="\n",
     template_marks=("<tool_call>", "<function="),
 )
-"""Qwen3-Coder, Qwen 3.5, Nemotron 3. Source: https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Instruct."""
+"""Qwen3-Coder, Qwen 3.5, Nemotron 3. Source: https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Instruct. Held against
+vLLM's examples/tool_chat_template_qwen3coder.jinja."""
+QWEN_CODER_BARE_CALLS = replace(QWEN_CODER_CALLS, begin="", template_marks=())
+"""The model leaves the first mark out at times. Source: vLLM's tool_parsers/qwen3coder_tool_parser.py."""
 SEED_CALLS = ToolForm(
     "parameters",
     begin="<seed:tool_call>",
@@ -110,7 +128,8 @@ GLM_CALLS = ToolForm(
     separator="\n",
     template_marks=("<arg_key>",),
 )
-"""GLM-4.5 to 4.7. Source: https://huggingface.co/zai-org/GLM-4.5."""
+"""GLM-4.5 to 4.7; the last writes no line ends. Source: https://huggingface.co/zai-org/GLM-4.5. Held against llama.cpp's
+models/templates/glm_4_5.jinja and GLM-4.6.jinja."""
 MINIMAX_CALLS = ToolForm(
     "parameters",
     begin="<minimax:tool_call>",
@@ -124,7 +143,8 @@ MINIMAX_CALLS = ToolForm(
     separator="\n",
     template_marks=("<minimax:tool_call>",),
 )
-"""MiniMax M2. Source: https://huggingface.co/MiniMaxAI/MiniMax-M2, docs/tool_calling_guide.md."""
+"""MiniMax M2. Source: https://huggingface.co/MiniMaxAI/MiniMax-M2, docs/tool_calling_guide.md. Held against llama.cpp's
+models/templates/unsloth-MiniMax-M2.jinja."""
 DSML_CALLS = ToolForm(
     "parameters",
     begin="<｜DSML｜function_calls>",
@@ -173,7 +193,12 @@ KIMI_CALLS = ToolForm(
     tokens=("<|tool_call_argument_begin|>",),
     template_marks=("<|tool_call_argument_begin|>",),
 )
-"""Source: https://huggingface.co/moonshotai/Kimi-K2-Instruct, docs/tool_call_guidance.md."""
+"""Source: https://huggingface.co/moonshotai/Kimi-K2-Instruct, docs/tool_call_guidance.md. Held against llama.cpp's
+models/templates/moonshotai-Kimi-K2-Thinking.jinja; the first template of Kimi K2 (moonshotai-Kimi-K2.jinja) shows no calls,
+and vLLM's tool_parsers/kimi_k2_tool_parser.py knows headers without "functions.", and the spelling below."""
+KIMI_SINGULAR_CALLS = replace(
+    KIMI_CALLS, begin="<|tool_call_section_begin|>", end="<|tool_call_section_end|>", template_marks=()
+)
 MISTRAL_CALLS = ToolForm(
     "named_json",
     call_begin="[TOOL_CALLS]",
@@ -181,7 +206,8 @@ MISTRAL_CALLS = ToolForm(
     tokens=("[ARGS]", "[CALL_ID]"),
     template_marks=("[TOOL_CALLS]", "[ARGS]"),
 )
-"""Mistral's tokenizers from version 11 on. Source: https://huggingface.co/mistralai/Magistral-Small-2509."""
+"""Mistral's tokenizers from version 11 on. Source: https://huggingface.co/mistralai/Magistral-Small-2509. Held against
+mistral-common's InstructTokenizerV11, which writes the id, and V13, which does not."""
 MISTRAL_LIST_CALLS = ToolForm("json", begin="[TOOL_CALLS]", uses_list=True, template_marks=("[TOOL_CALLS]",))
 """Mistral's earlier tokenizers. Source: https://huggingface.co/mistralai/Mistral-7B-Instruct-v0.3."""
 LLAMA_CALLS = ToolForm("json", argument_keys=("parameters", "arguments"), template_marks=('"parameters": ',))
@@ -206,7 +232,8 @@ OLMO_CALLS = ToolForm(
 )
 """Source: https://huggingface.co/allenai/Olmo-3-7B-Instruct."""
 GRANITE_CALLS = ToolForm("json", begin="<|tool_call|>", uses_list=True, template_marks=("<|tool_call|>",))
-"""Granite 3. Source: https://huggingface.co/ibm-granite/granite-3.3-8b-instruct."""
+"""Granite 3. Source: https://huggingface.co/ibm-granite/granite-3.3-8b-instruct. Held against vLLM's
+tool_parsers/granite_tool_parser.py: Granite 3.1 writes `<tool_call>` and a list."""
 FUNCTION_CALLS = ToolForm("json", begin="<function_call>", template_marks=("<function_call>",))
 """Granite 20B. Source: https://huggingface.co/ibm-granite/granite-20b-functioncalling."""
 FUNCTOOLS_CALLS = ToolForm("json", begin="functools", uses_list=True, template_marks=("functools[",))
@@ -216,7 +243,13 @@ PHI_CALLS = ToolForm("json", begin="<|tool_call|>", end="<|/tool_call|>", uses_l
 TOOL_CALLS_LIST = ToolForm(
     "json", begin="<tool_calls>", end="</tool_calls>", uses_list=True, separator="\n", template_marks=("<tool_calls>",)
 )
-"""Hunyuan, Jamba, MiniMax M1. Source: https://huggingface.co/tencent/Hunyuan-A13B-Instruct."""
+"""Jamba. Source: https://huggingface.co/ai21labs/AI21-Jamba-Mini-1.6."""
+HUNYUAN_CALLS = replace(TOOL_CALLS_LIST, answer_label="助手：", template_marks=("<tool_calls>", "助手："))
+"""Source: https://huggingface.co/tencent/Hunyuan-A13B-Instruct. Held against vLLM's
+examples/tool_chat_template_hunyuan_a13b.jinja: where tools are shown, answers begin with the label."""
+MINIMAX_M1_CALLS = replace(TOOL_CALLS_LIST, uses_list=False, template_marks=("<tool_calls></tool_calls>", "<tool_calls>"))
+"""One object a line. Source: https://huggingface.co/MiniMaxAI/MiniMax-M1-40k, docs/function_call_guide.md. Held against
+vLLM's examples/tool_chat_template_minimax_m1.jinja."""
 NEMOTRON_CALLS = ToolForm(
     "json", begin="<TOOLCALL>", end="</TOOLCALL>", uses_list=True, separator="\n\n", template_marks=("<TOOLCALL>",)
 )

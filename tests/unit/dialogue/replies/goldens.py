@@ -102,6 +102,15 @@ GOLDENS = [
         (PLACE,),
     ),
     Golden(
+        "qwen3_coder",
+        "I look.\n<function=find_town>\n<parameter=limit>\n3\n</parameter>\n</function>\n</tool_call>\n"
+        "<function=list_all>\n</function>",
+        "",
+        "I look.",
+        (("find_town", {"limit": 3}), ALL),
+    ),
+    Golden("qwen3_coder", "Write <function=name>, or <function=.", "", "Write <function=name>, or <function=."),
+    Golden(
         "seed_oss",
         f"<seed:think>\n{THOUGHT}\n</seed:think>\nI look.\n<seed:tool_call>\n<function=find_town>\n"
         '<parameter=name>Ulm "an der" Donau\n</end></parameter>\n<parameter=limit>3</parameter>\n</function>\n'
@@ -174,6 +183,14 @@ GOLDENS = [
         ("functions.find_town:0", "functions.list_all:1"),
     ),
     Golden(
+        "kimi_k2",
+        f"<think></think><|tool_call_section_begin|><|tool_call_begin|>find_town:4<|tool_call_argument_begin|>{J_PLACE}"
+        "<|tool_call_end|><|tool_call_section_end|>",
+        calls=(PLACE,),
+        ids=("functions.find_town:4",),
+    ),
+    Golden("kimi", "◁think▷Hm.\n◁/think▷No.", "Hm.", "No."),
+    Golden(
         "mistral",
         f"[THINK]{THOUGHT}[/THINK]I look.[TOOL_CALLS]find_town[ARGS]{J_ULM}[TOOL_CALLS]list_all[ARGS]{{}}",
         THOUGHT,
@@ -200,12 +217,24 @@ GOLDENS = [
     Golden("granite-20b-fc", f"<function_call> {_json(ULM)}<function_call> {_json(ALL)}", calls=(ULM, ALL)),
     Golden("phi4_mini_json", f"<|tool_call|>[{_json(ULM)}]<|/tool_call|>", calls=(ULM,)),
     Golden("functools", f"functools[{_json(ULM)}, {_json(ALL)}]", calls=(ULM, ALL)),
+    Golden("granite", f"<tool_call>[{_json(ULM)}, {_json(ALL)}]", calls=(ULM, ALL)),
     Golden(
         "hunyuan_a13b",
-        f"<think>\n{THOUGHT}\n</think>\n<answer>\nI look.\n<tool_calls>[{_json(ULM)}, {_json(ALL)}]</tool_calls>\n"
+        f"<think>\n{THOUGHT}\n</think>\n<answer>\nI look.<tool_calls>[{_json(ULM)}, {_json(ALL)}]</tool_calls>\n"
         "</answer>",
         THOUGHT,
         "I look.",
+        (ULM, ALL),
+    ),
+    Golden("hunyuan_a13b", f"<think>\n\n</think>\n<tool_calls>[{_json(PLACE)}]</tool_calls>", calls=(PLACE,)),
+    Golden("hunyuan_a13b", "<think>\nHm.\n</think>\n<answer>\n助手：助手：No.\n</answer>", "Hm.", "助手：No."),
+    Golden("hunyuan_a13b", f"助手：<tool_calls>[{_json(ALL)}]</tool_calls>", calls=(ALL,)),
+    Golden("jamba", f"I look.\n<tool_calls>[\n{_json(ULM)},\n{_json(ALL)}\n]</tool_calls>", "", "I look.", (ULM, ALL)),
+    Golden(
+        "minimax",
+        f"<think>\n{THOUGHT}\n</think>\n\n<tool_calls>\n{_json(ULM)}\n{_json(ALL)}\n</tool_calls>",
+        THOUGHT,
+        "",
         (ULM, ALL),
     ),
     Golden(

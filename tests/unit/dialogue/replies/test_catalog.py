@@ -31,6 +31,10 @@ def test_names_are_unique():
         ("<tool_call> <function= </think>", "", tables.THINK, "qwen3_coder"),
         ("[TOOL_CALLS] <think> </think>", "mistral", tables.THINK, "mistral_list"),
         ("<tool_call> <think> </think> <response>", "", tables.THINK_RESPONSE, "qwen3"),
+        ("<tool_calls> 助手： </think>", "hunyuan_v1_moe", tables.THINK_ANSWER, "hunyuan_a13b"),
+        ("<tool_calls> </think>", "hunyuan_v1_dense", tables.THINK_ANSWER, "jamba"),
+        ("{{ messages }}", "kimi_k2", None, "kimi_k2"),  # the first template of Kimi K2 shows no calls
+        ("with <tool_calls></tool_calls>: <tool_calls>", "", None, "minimax"),
         ("<|tool_call|> Here is my thought process:", "granite", tables.THOUGHT_PROCESS, "granite"),
     ],
 )

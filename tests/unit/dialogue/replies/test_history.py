@@ -61,7 +61,7 @@ HARMONY = (
 CODER = ("\n<function=", ">\n", "<parameter=", ">\n", "\n</parameter>\n", "</function>")
 SEED = ("\n<function=", ">\n", "<parameter=", ">", "</parameter>\n", "</function>")
 GRANITE = think("Here is my thought process:\n", "\nHere is my response:\n")
-ANSWER = "{%- if m.content %}{{ '<answer>\n' + m.content }}{% endif %}"
+ANSWER = "{{ '<answer>\n' }}{%- if m.content %}{{ ('' if m.tool_calls else '助手：') + m.content }}{% endif %}"
 TEMPLATES = {
     "qwen3": THINK
     + CONTENT
@@ -123,10 +123,20 @@ TEMPLATES = {
     + "{%- endfor %}",
     "mistral_list": CONTENT + if_calls("{{ '[TOOL_CALLS] ' }}" + LIST),
     "granite": GRANITE + CONTENT + if_calls("{{ '<|tool_call|>' }}" + LIST),
-    "hunyuan_a13b": THINK
+    "kimi": think("◁think▷", "◁/think▷") + CONTENT,
+    "hunyuan_a13b": think("<think>\n", "\n</think>\n")
     + ANSWER
-    + if_calls("{{ '\n<tool_calls>' }}" + LIST + "{{ '</tool_calls>' }}")
-    + "{{ '\n</answer>' if m.content }}",
+    + if_calls("{{ '<tool_calls>' }}" + LIST + "{{ '</tool_calls>' }}")
+    + "{{ '\n</answer>' }}",
+    "jamba": CONTENT + if_calls("{{ '\n<tool_calls>' }}" + LIST + "{{ '</tool_calls>' }}"),
+    "minimax": THINK
+    + CONTENT
+    + if_calls(
+        "{# <tool_calls></tool_calls> #}{{ '\n<tool_calls>\n' }}"
+        + LOOP
+        + AS_OBJECT
+        + "{{ '\n' }}{%- endfor %}{{ '</tool_calls>' }}"
+    ),
     "ernie45": think("<think>\n", "\n</think>\n\n")
     + "{%- if m.content %}{{ '<response>\n' + m.content + '\n</response>\n' }}{% endif %}"
     + LOOP
