@@ -17,6 +17,7 @@ from inferplane.dialogue.messages import normalize_messages
 from inferplane.dialogue.replies.catalog import FORMS, find_form
 from inferplane.dialogue.replies.events import Arguments, CallStart, Event, Reasoning
 from inferplane.dialogue.replies.forms import ReasoningForm, ReplyForm
+from inferplane.dialogue.replies.harmony import CHANNEL, MESSAGE, START
 from inferplane.dialogue.replies.opening import is_reasoning_open, is_reasoning_over
 from inferplane.dialogue.replies.parser import ReplyParser
 from inferplane.dialogue.tools import CallIds, join_calls
@@ -233,7 +234,13 @@ def make_span(
     elif form.uses_channels and has_calls:  # which are in messages of their own, that begin with their headers
         forced_end = reasoning.end
     return ReasoningSpan(
-        end=end_marks, begin=begin_marks, is_open=is_open, max_tokens=max_tokens, forced_end=forced_end
+        end=end_marks,
+        begin=begin_marks,
+        is_open=is_open,
+        max_tokens=max_tokens,
+        forced_end=forced_end,
+        header_begin=(START, CHANNEL) if form.uses_channels else (),
+        header_end=MESSAGE if form.uses_channels else "",
     )
 
 

@@ -73,7 +73,7 @@ class InputProcessor:
     def detokenizer(self, prompt: list[int], params: SamplingParams) -> Detokenizer:
         """A new decoder for the tokens generated after `prompt`, which stops at the stop strings of `params`."""
         visible = self.tokenizer.find_ids(params.visible_tokens) if params.visible_tokens else frozenset[int]()
-        return Detokenizer(self.tokenizer, params.stop or (), prompt, visible)
+        return Detokenizer(self.tokenizer, params.stop or (), prompt, visible, params.reasoning)
 
     def constraint(self, params: SamplingParams, vocab: int) -> Constraint | None:
         """What constrains the text of the parameters, or counts its thought, at its initial state, with grammars that

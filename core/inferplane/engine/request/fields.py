@@ -58,6 +58,9 @@ class ReasoningSpan:
         max_tokens: most tokens of the thought after `begin`, before `forced_end`; a character that is begun is
             completed. None: any number.
         forced_end: text that is forced after `max_tokens`; it holds an end. "": the first text of `end`.
+        header_begin: texts that begin a header of a part of the reply, as of one of several messages: stop strings do
+            not count in headers, nor in a part whose header ends with a text of `begin`. Held as a tuple.
+        header_end: text that ends a header.
 
     Raises:
         UsageError: a value lies outside its range; the thought cannot begin, or `forced_end` does not end it.
@@ -68,9 +71,11 @@ class ReasoningSpan:
     is_open: bool = False
     max_tokens: int | None = None
     forced_end: str = ""
+    header_begin: Marks = ()
+    header_end: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("begin", "end"):
+        for name in ("begin", "end", "header_begin"):
             object.__setattr__(self, name, as_tuple(getattr(self, name)))
         _check(self, _SPAN_CHECKS)
         if not self.forced_end:
@@ -159,6 +164,12 @@ _SPAN_CHECKS: _Checks = (
         "forced_end",
         lambda text, s: isinstance(text, str) and len(text) <= MAX_FORCED_CHARACTERS,
         f"of at most {MAX_FORCED_CHARACTERS} characters of text",
+    ),
+    ("header_begin", lambda marks, s: are_texts(marks, MAX_MARKS), _MARK_RULE),
+    (
+        "header_end",
+        lambda text, s: isinstance(text, str) and len(text) <= MAX_MARK_CHARACTERS and bool(text) == bool(s.header_begin),
+        f"of 1 to {MAX_MARK_CHARACTERS} characters of text where there is a header_begin, and empty where there is none",
     ),
 )
 _TAG_CHECKS: _Checks = (

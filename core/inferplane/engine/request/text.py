@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from inferplane.dialogue.template import Template
+from inferplane.engine.request.fields import ReasoningSpan
 from inferplane.engine.request.tokenizer_loading import load_tokenizer, no_vocabulary
 from inferplane.errors import CapacityError, CheckpointError, UsageError, warn
 from inferplane.files import AGAIN, file_size
@@ -250,6 +251,7 @@ class Detokenizer:
             the white space that follows a thought.
         prompt: the tokens before; only the last few are looked at, and they are no part of the text.
         visible: special tokens that stay in the text.
+        span: of the thought, if it says what headers there are: stop strings do not count in these.
     """
 
     def __init__(
@@ -258,8 +260,10 @@ class Detokenizer:
         stop: Sequence[str] = (),
         prompt: Sequence[int] = (),
         visible: frozenset[int] = frozenset(),
+        span: ReasoningSpan | None = None,
     ) -> None:
         self.stop, self.visible = tuple(stop), visible
+        self._span = span if span is not None and span.header_begin else None
         self._text_of = partial(tokenizer.decode, visible=visible) if visible else tokenizer.decode
         first = max(0, len(prompt) - CONTEXT_TOKENS)
         while first and not self._text_of(prompt[first:]):  # special tokens only: a first word would lose its space
@@ -276,6 +280,7 @@ class Detokenizer:
         self._answer_start = 0  # of `text`, where stop strings begin to count
         self._searched = 0  # no stop string ends before this
         self._is_after_thought = False  # and behind white space at most
+        self._is_in_header = self._is_in_thought = False  # of a part of the answer
         self._seen = self._text_of(self.ids)  # of the window's text, what was taken or is the prompt's
 
     def push(self, ids: Sequence[int], part: Part = "answer") -> bool:
@@ -343,11 +348,31 @@ class Detokenizer:
         if self._is_after_thought:
             self._answer_start = len(self.text) - len(self.text[self._answer_start :].lstrip())
             self._is_after_thought = self._answer_start == len(self.text)
-        start = max(self._answer_start, self._searched - max(map(len, self.stop)))
-        found = [at for at in (self.text.find(s, start) for s in self.stop) if at >= 0]
-        self._searched = len(self.text)
-        if found:
-            self.text, self.stopped = self.text[: min(found)], True
+        while self._is_behind_header():
+            begins = self._find_all(self._span.header_begin) if self._span is not None else []
+            upto = min(begins, default=len(self.text))
+            found = [] if self._is_in_thought else self._find_all(self.stop, upto)
+            self._searched = upto
+            if found:
+                self.text, self.stopped = self.text[: min(found)], True
+            if found or not begins:
+                return
+            self._answer_start, self._is_in_header = upto, True
+
+    def _is_behind_header(self) -> bool:
+        """Whether the text goes on behind the header at which the search for stop strings is; true without one."""
+        if self._span is None or not self._is_in_header:
+            return True
+        at = self.text.find(self._span.header_end, self._answer_start)
+        if at >= 0:
+            self._answer_start, self._is_in_header = at + len(self._span.header_end), False
+            self._is_in_thought = self.text.endswith(tuple(self._span.begin), 0, self._answer_start)
+        return at >= 0
+
+    def _find_all(self, texts: Sequence[str], upto: int | None = None) -> list[int]:
+        """Where each text is found first in the answer, as far as it was not searched before."""
+        start = max(self._answer_start, self._searched - max(map(len, texts)))
+        return [at for at in (self.text.find(one, start, upto) for one in texts) if at >= 0]
 
     def take(self, *, end: bool = False) -> str:
         """Text that is new since the last call and cannot be part of a stop string, to be sent to the caller. With
