@@ -18,6 +18,7 @@ from inferplane.cli.signals import Interrupt
 from inferplane.cli.verbs.chat import Conversation
 from inferplane.dialogue.replies.catalog import FORMS
 from inferplane.dialogue.template import Template
+from inferplane.dialogue.tools import join_calls
 from inferplane.engine.clients.chat import ChatReader
 from inferplane.engine.request.results import Delta, Result, Timings
 from inferplane.engine.request.text import Tokenizer
@@ -124,7 +125,41 @@ def test_calls_of_tools(llm):
     again = llm.plan_chat([*HELLO, result.message, {"role": "tool", "content": "3"}], PARAMS, tools=[TOOL])
     assert again.num_earlier_calls == 2 and '"name": "add"' in llm.tokenizer._inner.decode(again.prompt)
     hidden = llm.plan_chat(HELLO, PARAMS, tools=[TOOL], tool_choice="none")
-    assert hidden.prompt == llm.plan_chat(HELLO, PARAMS).prompt and not hidden.tools
+    assert hidden.prompt == llm.plan_chat(HELLO, PARAMS).prompt and not hidden.rules.tools
+
+
+SUM = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+LIST = {"type": "object", "properties": {"of": {"enum": ["x"]}}, "required": ["of"], "additionalProperties": False}
+TOOLS = [{"type": "function", "function": {"name": n, "parameters": s}} for n, s in (("sum", SUM), ("list", LIST))]
+NAMED = {"type": "function", "function": {"name": "list"}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+@pytest.mark.parametrize("marks", ["<tool_call></think>", "</think>"])
+def test_calls_that_are_demanded(llm, choice, marks):
+    """In the form that the template shows, and in JSON alone where it shows none."""
+    params = SamplingParams(max_tokens=480, temperature=0)
+    options = {"tools": TOOLS, "tool_choice": choice, "chat_template": marks + "{{ messages[0].content or tools }}"}
+    result = llm.chat(HELLO, params, thinking_token_budget=4, **options)
+    calls = [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in result.tool_calls]
+    allowed = [("list", {"of": "x"}), *([("sum", {"a": 1}), ("sum", {"a": 2})] if choice == "required" else [])]
+    assert calls and all(call in allowed for call in calls) and not result.text.strip()
+    assert len(calls) == 1 or choice == "required"
+    pieces = list(llm.stream_chat(HELLO, params, thinking_token_budget=4, **options))
+    assert join_calls(c for p in pieces for c in p.tool_calls) == [
+        {**call, "id": next(c["id"] for p in pieces for c in p.tool_calls if c["index"] == i and "id" in c)}
+        for i, call in enumerate(result.tool_calls)
+    ]
+    assert "".join(p.reasoning for p in pieces) == result.reasoning
+
+
+def test_a_demanded_call_excludes_another_rule_and_names_what_it_does_not_hold(llm):
+    with pytest.raises(UsageError, match=r"json_schema.*tool_choice"):
+        llm.chat(HELLO, SamplingParams(json_schema={}), tools=TOOLS, tool_choice="required")
+    unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True, "maxItems": 1}}}
+    function = {"type": "function", "function": {"name": "f", "parameters": unique}}
+    with pytest.warns(InferplaneWarning, match="no effect on the text: uniqueItems"):
+        llm.plan_chat(HELLO, PARAMS, tools=[function], tool_choice="required")
 
 
 @pytest.mark.parametrize(
@@ -133,6 +168,10 @@ def test_calls_of_tools(llm):
         ({"thinking": "yes"}, "thinking = 'yes'"),
         ({"thinking_token_budget": -1}, "thinking_token_budget = -1"),
         ({"tool_choice": "required"}, "tool_choice = 'required'"),
+        ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice = 'any'"),
+        ({"tools": [TOOL], "tool_choice": {"name": "add"}}, r"tool_choice = \{'name': 'add'\}"),
+        ({"tools": [TOOL], "tool_choice": {"function": {"name": "sub"}}}, "'sub'"),
+        ({"tools": [{"function": {"name": "f", "parameters": {"type": "array"}}}]}, "of type 'array'"),
         ({"tools": [{"name": "add"}]}, r"tools\[0\] = "),
         ({"chat_template_kwargs": {"messages": []}}, "cannot set messages"),
         ({"chat_template_kwargs": [1]}, r"chat_template_kwargs = \[1\]"),

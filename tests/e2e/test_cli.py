@@ -147,6 +147,17 @@ def test_commands_of_other_programs(cli):
     assert "the conversation begins anew" in err and "/reset   forget the conversation" in err
 
 
+def test_a_chat_with_another_template(cli, tmp_path):
+    path = tmp_path / "own.jinja"
+    path.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    options = (*GREEDY, "--max-tokens", "6")
+    code, out, _ = cli("chat", *options, "--chat-template", str(path), stdin="def f(x):\n")
+    assert code == 0 and out.rstrip("\n") == cli("generate", *options, "-p", "def f(x):")[1].rstrip("\n")
+    for given, says in ((str(tmp_path / "none.jinja"), "cannot be read"), ("{% for %}", "does not compile")):
+        code, out, err = cli("chat", *options, "--chat-template", given, stdin="x\n")
+        assert (code, out) == (2, "") and says in err
+
+
 def test_a_wrong_command_ends_a_script(cli):
     code, _, err = cli("chat", stdin="/rest\n")
     assert code == 2

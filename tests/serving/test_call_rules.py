@@ -26,15 +26,26 @@ OPEN = {"type": "object", "additionalProperties": True}
     ],
 )
 def test_a_demanded_call_is_in_the_form_that_holds_it_to_its_schema(name, schema, is_strict, has_rule):
-    plan = ToolPlan("required", {"f": schema}, is_strict=is_strict)
+    plan = ToolPlan("required", {"f": schema}, strict=frozenset({"f"} if is_strict else ()))
     assert (demand_calls(NAMED[name], plan, {}) is not None) == has_rule
 
 
-@pytest.mark.parametrize(("schema", "has_rule"), [(PLAIN, True), (PATTERN, True), (OPEN, False)])
-def test_a_call_that_has_begun_follows_a_rule_that_its_form_can_hold(schema, has_rule):
-    assert bool(tag_calls(NAMED["glm45"], ToolPlan("auto", {"f": schema}), {})) == has_rule
+@pytest.mark.parametrize(("schema", "left_out"), [(PLAIN, set()), (PATTERN, {"pattern"}), (OPEN, {"parameters"})])
+def test_a_call_that_has_begun_follows_a_rule_that_its_form_can_hold(schema, left_out):
+    assert tag_calls(NAMED["glm45"], ToolPlan("auto", {"f": schema}), {}, found := set())
+    assert found == left_out
+
+
+def test_a_function_with_other_arguments_takes_the_rule_from_no_other():
+    tools = {"f": PATTERN, "g": OPEN}
+    assert tag_calls(NAMED["glm45"], ToolPlan("auto", tools, strict=frozenset("h")), {}, found := set())
+    assert found == {"pattern", "parameters"}
+    for strict in "fg":
+        with pytest.raises(ApiError, match="Strict functions"):
+            tag_calls(NAMED["glm45"], ToolPlan("auto", tools, strict=frozenset(strict)), {})
+    assert tag_calls(NAMED["glm45"], ToolPlan("auto", {**tools, "f": PLAIN}, strict=frozenset("f")), {})
 
 
 def test_strict_functions_that_a_rule_cannot_hold_are_refused():
     with pytest.raises(ApiError, match="Strict functions"):
-        tag_calls(NAMED["glm45"], ToolPlan("auto", {"f": PATTERN}, is_strict=True), {})
+        tag_calls(NAMED["glm45"], ToolPlan("auto", {"f": PATTERN}, strict=frozenset("f")), {})

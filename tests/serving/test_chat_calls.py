@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from inferplane.dialogue.replies import call_rules
 from inferplane.dialogue.replies.catalog import FORMS
 from inferplane.dialogue.replies.tables import HARMONY_ANALYSIS
 from inferplane.dialogue.template import Template
 from inferplane.engine import SamplingParams
 from inferplane.serving.admission import GenerateCall
 from inferplane.serving.chat import call as calls
-from inferplane.serving.chat import call_rules
 from inferplane.serving.chat.reply import JoinedReply, ReplyPlan, ReplyReader
 from inferplane.serving.chat.request import ChatRequest
 from inferplane.serving.chat.tools import plan_tools
@@ -90,7 +90,17 @@ def test_what_a_thought_says_of_calls_is_content(build, is_shown):
     call = '<tool_call>\n{"name": "get", "arguments": {"n": 1}}\n</tool_call>'
     reply = read(plan, f"I write {call} now.\n</think>\n\n{call}")
     assert [c["function"]["arguments"] for c in reply.calls] == ['{"n": 1}'] and reply.reasoning == ""
-    assert reply.content == (f"I write {call} now." if is_shown else "")
+    assert reply.content == (f"I write {call} now.\n</think>\n\n" if is_shown else "")
+
+
+def test_a_call_inside_of_a_thought_in_the_content_is_none(build):
+    call = '<tool_call>\n{"name": "get", "arguments": {"n": 1}}\n</tool_call>'
+    plan = build("qwen3", CLOSED, tools=[tool()], separate_reasoning=False)[1]
+    thought = f"<think>\nI could write {call}.\n</think>\n\n"
+    reply = read(plan, f"{thought}I look.\n{call}")
+    assert (reply.content, len(reply.calls), reply.reasoning) == (f"{thought}I look.", 1, "")
+    opened = read(build("qwen3", OPEN, tools=[tool()], separate_reasoning=False)[1], f"{call}\n</think>\n\nNo.")
+    assert (opened.content, opened.calls) == (f"{call}\n</think>\n\nNo.", [])
 
 
 def test_a_thought_in_the_content_of_a_bare_call(build):
@@ -98,7 +108,7 @@ def test_a_thought_in_the_content_of_a_bare_call(build):
     custom = {"type": "custom", "custom": {"name": "patch"}}
     plan = build("qwen3", OPEN, tools=[custom], tool_choice=choice, separate_reasoning=False)[1]
     reply = read(plan, "So.\n</think>\n\n+1")
-    assert plan.is_bare and reply.content == "So." and reply.calls[0]["custom"]["input"] == "+1"
+    assert plan.is_bare and reply.content == "So.\n</think>\n\n" and reply.calls[0]["custom"]["input"] == "+1"
 
 
 # ------------------------------------------------------------------ gpt-oss
@@ -159,10 +169,26 @@ def test_gpt_oss_always_thinks(build, value):
 # ------------------------------------------------------------------ rules of calls
 
 
+LIMITED = {
+    "type": "object",
+    "properties": {"a": {"type": "string", "maxLength": 3}, "b": {"type": "string", "pattern": "^b"}},
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize(
+    ("form", "ignored"), [("qwen3_coder", ["tools.maxLength", "tools.pattern"]), ("qwen3", [])], ids=["xml", "json"]
+)
+def test_limits_of_texts_that_a_form_does_not_hold_are_named(build, form, ignored, choice):
+    assert build(form, CLOSED, tools=[tool(LIMITED)], tool_choice=choice)[0].ignored == ignored
+
+
 @pytest.mark.parametrize(
     ("form", "schema", "is_strict", "ignored"),
     [
         ("qwen3", NUMBER, True, []),
+        ("qwen3_coder", {"type": "object", "additionalProperties": True}, False, ["tools.parameters"]),
         ("qwen3", LONG, False, ["tools.parameters"]),
         ("json", NUMBER, True, ["tools.strict"]),
         ("json", NUMBER, False, []),

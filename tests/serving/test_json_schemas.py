@@ -9,10 +9,10 @@ import jsonschema
 import llguidance
 import pytest
 
+from inferplane.dialogue.schema_limits import FORMATS, NOT_ENFORCED, arguments_schema, relax
 from inferplane.engine.sampling.grammars import JSON_OPTIONS
 from inferplane.serving.chat.request import ChatRequest
 from inferplane.serving.chat.tools import plan_tools
-from inferplane.serving.constraints.schemas import FORMATS, NOT_ENFORCED, arguments_schema, relax
 from inferplane.serving.errors import ApiError
 from inferplane.serving.wire import validate
 

@@ -12,12 +12,13 @@ import pytest
 
 import inferplane
 from inferplane.dialogue.template import Template
+from inferplane.dialogue.template_files import read_template
 from inferplane.engine.request.text import Tokenizer
 from inferplane.errors import UsageError
 from inferplane.serving.chat.call import render_messages
 from inferplane.serving.chat.request import ChatRequest
 from inferplane.serving.chat_template.fields import list_unread_keys
-from inferplane.serving.chat_template.sources import MAX_TEMPLATES, RequestTemplates, read_template
+from inferplane.serving.chat_template.sources import MAX_TEMPLATES, RequestTemplates
 from inferplane.serving.chat_template.template import ChatTemplate
 from inferplane.serving.errors import ApiError
 from inferplane.serving.wire import validate

@@ -14,9 +14,10 @@ from inferplane import __version__
 from inferplane.dialogue.replies.catalog import FORMS, choose_form, find_form
 from inferplane.dialogue.replies.forms import ReplyForm
 from inferplane.dialogue.template import Template
+from inferplane.dialogue.template_files import read_template
 from inferplane.engine.sampling.spans.token_text import TokenText
 from inferplane.errors import UsageError
-from inferplane.serving.chat_template.sources import RequestTemplates, read_template
+from inferplane.serving.chat_template.sources import RequestTemplates
 from inferplane.serving.chat_template.template import ChatTemplate
 from inferplane.serving.errors import ApiError
 from inferplane.serving.settings import ServerSettings
@@ -52,7 +53,7 @@ class ServedModel:
         tokens = dict(self._tokenizer.fast.special_tokens_map) if self._tokenizer is not None else {}
         self.template = self._own_template(settings, tokens)
         self.can_constrain = self._tokenizer is not None and find_spec("llguidance") is not None
-        self.special_tokens = _find_special_tokens(self._tokenizer.fast) if self._tokenizer is not None else {}
+        self.special_tokens = self._tokenizer.special_tokens if self._tokenizer is not None else {}
         self._parsers = settings.reasoning_parser, settings.tool_call_parser
         self._forms: dict[str | None, ReplyForm] = {}
         self._request_templates = RequestTemplates(tokens, settings.trust_request_chat_template)
@@ -157,9 +158,3 @@ class ServedModel:
         if self.template is not None:
             await self.template.close()
         await self._request_templates.close()
-
-
-def _find_special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return text -> id of the tokens that llguidance takes for special ones: it knows them by their form, too."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {t.content: i for i, t in added.items() if t.special or (t.content[:1], t.content[-1:]) == ("<", ">")}

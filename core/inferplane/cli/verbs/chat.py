@@ -38,6 +38,8 @@ def add_arguments(parser: Parser) -> None:
     parser.usage = f"{parser.prog} [MODEL] [options]"
     add_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system prompt, before the first message")
+    words = "a file with a Jinja template in place of the checkpoint's chat template"
+    parser.add_argument("--chat-template", metavar="FILE", help=words)
     add_generating(parser, max_tokens=MAX_TOKENS)
     add_examples(parser, "path/to/model --device {X} --system 'Be brief.'")
 
@@ -45,12 +47,14 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace, screen: Screen) -> int:
     """Load the model, then answer messages until the input ends."""
     from inferplane.cli.model_loading import open_model
+    from inferplane.dialogue.template_files import read_template
 
+    template = None if args.chat_template is None else read_template(args.chat_template)
     terminal = sys.stdin.isatty()
     llm, params = open_model(args, screen)
     with llm, Interrupt(patient=terminal) as interrupt:
-        conversation = Conversation(llm, params, args, interrupt)
-        plain = is_completion_template(llm.tokenizer)
+        conversation = Conversation(llm, params, args, interrupt, template)
+        plain = template is None and is_completion_template(llm.tokenizer)
         if terminal:
             screen.print_remark(f"{args.model} on {llm.device}; /help lists commands, Ctrl-D leaves")
         if plain:
@@ -70,9 +74,18 @@ class Conversation:
         params: sampling parameters.
         args: the command's options.
         interrupt: stops a reply on Ctrl-C.
+        template: source of a chat template in place of the checkpoint's; None: the checkpoint's.
     """
 
-    def __init__(self, llm: LLM, params: SamplingParams, args: argparse.Namespace, interrupt: Interrupt) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        args: argparse.Namespace,
+        interrupt: Interrupt,
+        template: str | None = None,
+    ) -> None:
+        self._template = template
         self.llm, self.params, self._max_tokens = llm, params, args.max_tokens
         self.interrupt = interrupt
         self.drawn_seed = params.seed if args.seed is None else None
@@ -111,9 +124,10 @@ class Conversation:
             found = f"{words!r} is none" if words else "there is none"
             what = f"/think needs on, off or a number of tokens: {found}."
             raise UsageError(what, remedy="/think off, or /think 200")
-        does_think = self.llm.plan_chat([{"role": "user", "content": "word"}], self.params).form.reasoning is not None
+        plan = self.llm.plan_chat([{"role": "user", "content": "word"}], self.params, chat_template=self._template)
+        does_think = plan.form.reasoning is not None
         is_switch = words in ("on", "off")
-        has_switch = is_switch and bool(find_switches(self.llm.tokenizer.template()))
+        has_switch = is_switch and bool(find_switches(self.llm.tokenizer.template(self._template)))
         if not does_think and not has_switch:
             if words == "off":
                 return "this model is not known to think: there is nothing to turn off"
@@ -128,7 +142,7 @@ class Conversation:
         from inferplane.cli.sampling_defaults import limit_max_tokens
         from inferplane.engine.clients.chat import ChatReader
 
-        plan = self.llm.plan_chat(self.messages, self.params, **self.thinking)
+        plan = self.llm.plan_chat(self.messages, self.params, chat_template=self._template, **self.thinking)
         params = limit_max_tokens(plan.params, self._max_tokens, len(plan.prompt), self.llm.runner.max_model_len)
         text, thought, timings, reason = "", "", None, None
         reader, replies = ChatReader(plan), cast("Generator[Delta]", self.llm.stream(plan.prompt, params))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from inferplane.dialogue.replies.events import Arguments, CallStart, Content, Event
@@ -74,3 +74,29 @@ class CallWriter:
         """Pass on text that is part of no call."""
         if text:
             self._emit(Content(text))
+
+
+class BareCall:
+    """Makes the answer of a reply the one call of it, for replies that are the arguments alone, without marks.
+
+    Args:
+        name: of the function.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._is_begun = name, False
+
+    def read(self, events: Iterable[Event]) -> Iterator[Event]:
+        """Yield the events, with content as arguments."""
+        for event in events:
+            if isinstance(event, Content):
+                yield from self.end()
+                yield Arguments(0, event.text)
+            else:
+                yield event
+
+    def end(self) -> Iterator[Event]:
+        """Yield the beginning of the call, if it has not come yet."""
+        if not self._is_begun:
+            self._is_begun = True
+            yield CallStart(0, self._name, "")

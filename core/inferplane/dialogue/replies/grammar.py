@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from inferplane.dialogue.replies.arguments import NotInForm, list_arguments, list_choices, list_limits
@@ -20,9 +20,13 @@ from inferplane.dialogue.replies.forms import KeyKind, ToolForm
 from inferplane.dialogue.replies.values import JsonTypes, TypeFinder, quote
 from inferplane.dialogue.schema_refs import extract_part, find_referenced
 
+MAX_BYTES = 64 * 1024
+"""Most bytes of a grammar that the engine takes."""
 Tools = Mapping[str, Mapping[str, Any]]
 SPACE = r"/[ \t\n]{0,8}/"
 """White space where a model may write some."""
+ANY_KEY, ANY_KEYWORD = r'/[^<>"=\n]{1,256}/', "/[A-Za-z_][A-Za-z0-9_]*/"
+"""Names of arguments that no schema lists: between marks, and in Python."""
 COMMA_CALL, LINE_CALL = 'ws "," ws call', r'"\n" call'
 HARMONY_START = "<|start|>assistant"
 """What precedes a message after the first one."""
@@ -38,6 +42,7 @@ def make_call_grammar(
     json_options: Mapping[str, Any] | None = None,
     max_bytes: int | None = None,
     unenforced: set[str] | None = None,
+    strict: Collection[str] = (),
 ) -> str:
     """Return the grammar of one or more calls, as Lark text; "" if the form cannot hold the calls to their schemas, as
     one that writes arguments one by one cannot where a schema does not list them.
@@ -47,14 +52,20 @@ def make_call_grammar(
         tools: name -> JSON schema of the parameters, of the functions that may be called; at least one.
         special_tokens: text -> id, of the tokenizer's special tokens.
         max_calls: most calls between the marks around all of them; 1: one call.
-        is_triggered: the text begins behind `form.trigger`, and ends with the marks that belong to it.
+        is_triggered: the text begins behind `form.trigger`, and ends with the marks that belong to it. A function whose
+            arguments the form cannot hold to its schema takes any then, so that the others keep their rules.
         json_options: options of llguidance for each schema, as its `x-guidance` has them.
         max_bytes: a longer grammar is "" too.
-        unenforced: gets the keywords of the schemas that have no effect on arguments that are written as text.
+        unenforced: gets the keywords of the schemas that have no effect on arguments that are written as text;
+            "parameters" for a whole schema.
+        strict: functions whose schemas have to have their whole effect.
     """
     writer = _GrammarWriter(form, special_tokens or {}, json_options, max_bytes)
     try:
-        calls = [writer.add_call(name, schema) for name, schema in tools.items()]
+        calls = [
+            writer.add_call(name, schema, is_strict=name in strict, may_be_any=is_triggered)
+            for name, schema in tools.items()
+        ]
     except (NotInForm, LookupError, _TooLong):
         return ""
     if unenforced is not None:
@@ -122,8 +133,30 @@ class _GrammarWriter:
 
     # -- one call
 
-    def add_call(self, name: str, schema: Mapping[str, Any]) -> str:
-        """Add the rule of the calls of one function, behind `call_begin`, and return its name."""
+    def add_call(self, name: str, schema: Mapping[str, Any], *, is_strict: bool, may_be_any: bool) -> str:
+        """Add the rule of the calls of one function, behind `call_begin`, and return its name.
+
+        Args:
+            name: of the function.
+            schema: of its parameters.
+            is_strict: raise NotInForm where a keyword of the schema would have no effect.
+            may_be_any: take any arguments where the form cannot hold them to the schema.
+        """
+        before, rules, self.unenforced = self.unenforced, dict(self.rules), set()
+        try:
+            found = self._add_call(name, schema)
+        except (NotInForm, LookupError):
+            if is_strict or not may_be_any:
+                raise
+            self.rules, self.unenforced = rules, {"parameters"}
+            found = self._add_call(name, None)
+        if is_strict and self.unenforced:
+            raise NotInForm("A keyword of a strict schema has no effect.")
+        self.unenforced |= before
+        return found
+
+    def _add_call(self, name: str, schema: Mapping[str, Any] | None) -> str:
+        """The rule of one function; without a schema any arguments will do."""
         form, number = self._form, len(self.rules)
         rule = f"call_{number}"
         self.rules[rule] = ""
@@ -134,9 +167,11 @@ class _GrammarWriter:
             arguments = f'{quote(quote(form.argument_keys[0]))} ws ":" ws {self._json_rule(schema)}'
             body = f'"{{" ws {before}{pair} ws "," ws {arguments} ws "}}"'
         elif form.syntax == "parameters":
-            body = f"{self._text(name + form.name_end)} ws {self._add_parameters(schema)} {self._text(form.call_end)}"
+            parameters = self._add_any_parameters() if schema is None else self._add_parameters(schema)
+            body = f"{self._text(name + form.name_end)} ws {parameters} {self._text(form.call_end)}"
         elif form.syntax == "python":
-            body = f'{quote(name + "(")} {self._add_keywords(schema)} ")"'
+            keywords = self._add_any_keywords() if schema is None else self._add_keywords(schema)
+            body = f'{quote(name + "(")} {keywords} ")"'
         else:
             call_end = f"ws {self._text(form.call_end)}" if form.call_end else ""
             body = f"{self._header(name)} {self._json_rule(schema)} {call_end}"
@@ -188,6 +223,17 @@ class _GrammarWriter:
         space = f"({padding})?" if padding else ""
         return f"{begin} {space} ({' | '.join(map(quote, texts))}) {space} {self._text(form.value_end)} ws"
 
+    def _add_any_parameters(self) -> str:
+        """Parameters of any names and values, in any number."""
+        values = []
+        for mark, kind in self._form.key_end_marks:
+            begin = f"{self._text(self._form.key_begin)} {ANY_KEY} {self._text(mark)}"
+            begin += f" ws {self._text(self._form.value_begin)}" if self._form.value_begin else ""
+            value = f"ws {self._any_json()} ws {self._text(self._form.value_end)}"
+            values.append(f"{begin} {value if kind == 'json' else self._text_rule()} ws")
+        self.rules["any_parameter"] = " | ".join(values)
+        return "any_parameter*"
+
     def _find_choices(self, part: Any, schema: Mapping[str, Any]) -> Sequence[str | None] | None:
         """As `list_choices`, once for what a reference names, which may have many spellings."""
         reference = part.get("$ref") if isinstance(part, Mapping) else None
@@ -221,7 +267,16 @@ class _GrammarWriter:
             later = name
         return first
 
+    def _add_any_keywords(self) -> str:
+        self.rules["any_keyword"] = f'{ANY_KEYWORD} "=" {self._any_json()}'
+        return '(any_keyword (", " any_keyword)*)?'
+
     # -- texts and schemas
+
+    def _any_json(self) -> str:
+        if "any_json" not in self.rules:
+            self.rules["any_json"] = "%json {}"
+        return "any_json"
 
     def _text(self, text: str) -> str:
         """A text in Lark: special tokens by their ids, all else quoted."""

@@ -41,6 +41,7 @@ class ReplyParser:
         mode: whether the reply has calls. In "required" and "named" the beginning of a call that the end of the text
             cuts off is no content.
         max_calls: most calls; others are left out.
+        keeps_marks: the marks around a thought, and white space beside them, are part of it.
     """
 
     def __init__(
@@ -51,7 +52,9 @@ class ReplyParser:
         reasoning_is_open: bool = False,
         mode: Mode = "auto",
         max_calls: int = MAX_CALLS,
+        keeps_marks: bool = False,
     ) -> None:
+        self._keeps_marks = keeps_marks
         self._reader = TextReader()
         self._events: list[Event] = []
         self._reasoning = form.reasoning
@@ -126,14 +129,18 @@ class ReplyParser:
             if not (yield from reader.match(*form.begin_marks)) and not is_open:
                 return reader.stop_record()
             before = reader.stop_record()
-            if is_open:
+            if is_open and not self._keeps_marks:
                 self._write_open(before)
             is_open = False
-            yield from reader.skip(form.padding)
-            _, mark = yield from reader.copy_until(end_marks, self._write_reasoning)
+            self._write_mark(before + (yield from reader.skip(form.padding)))
+            padding, mark = yield from reader.copy_until(end_marks, self._write_reasoning)
             if not mark:
                 return ""
-            yield from reader.skip(form.padding)
+            self._write_mark(padding + mark + (yield from reader.skip(form.padding)))
+
+    def _write_mark(self, text: str) -> None:
+        if self._keeps_marks and text:
+            self._write_reasoning(text)
 
     def _write_open(self, before: str) -> None:
         """Write white space at the beginning of a thought that the prompt began."""

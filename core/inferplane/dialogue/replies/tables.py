@@ -1,8 +1,8 @@
 """The forms of thoughts and calls that models write, as tables of marks.
 
 Sources: the chat templates in the models' repositories on https://huggingface.co, and for DeepSeek V3.2 and gpt-oss the
-encodings that are published with them. Each table names one. "Held against" names what was read beside it on 2026-11-27:
-a copy of the template, or the parser of another engine.
+encodings that are published with them. Each table names one. "Held against" names what was read beside it in November
+2026: a copy of the template, or the parser of another engine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ THINK_RESPONSE = ReasoningForm(
 )
 """ERNIE 4.5 and Granite 3.3. Sources: https://huggingface.co/baidu/ERNIE-4.5-21B-A3B-Thinking,
 https://huggingface.co/ibm-granite/granite-3.3-8b-instruct. Held against FastDeploy's
-reasoning/ernie_x1_reasoning_parsers.py, vLLM's reasoning/ernie45_reasoning_parser.py, llama.cpp's chat-diff-analyzer."""
+reasoning/ernie_x1_reasoning_parsers.py, vLLM's reasoning/ernie45_reasoning_parser.py and, for Granite, llama.cpp's
+chat-diff-analyzer."""
 THOUGHT_PROCESS = ReasoningForm(
     "Here is my thought process:",
     "Here is my response:",
@@ -128,8 +129,8 @@ GLM_CALLS = ToolForm(
     separator="\n",
     template_marks=("<arg_key>",),
 )
-"""GLM-4.5 to 4.7; the last writes no line ends. Source: https://huggingface.co/zai-org/GLM-4.5. Held against llama.cpp's
-models/templates/glm_4_5.jinja and GLM-4.6.jinja."""
+"""GLM-4.5 to 4.7; the last writes no line ends. Source: https://huggingface.co/zai-org/GLM-4.5. Held against
+models/templates/glm_4_5.jinja and GLM-4.6.jinja of llama.cpp."""
 MINIMAX_CALLS = ToolForm(
     "parameters",
     begin="<minimax:tool_call>",
@@ -194,8 +195,8 @@ KIMI_CALLS = ToolForm(
     template_marks=("<|tool_call_argument_begin|>",),
 )
 """Source: https://huggingface.co/moonshotai/Kimi-K2-Instruct, docs/tool_call_guidance.md. Held against llama.cpp's
-models/templates/moonshotai-Kimi-K2-Thinking.jinja; the first template of Kimi K2 (moonshotai-Kimi-K2.jinja) shows no calls,
-and vLLM's tool_parsers/kimi_k2_tool_parser.py knows headers without "functions.", and the spelling below."""
+models/templates/moonshotai-Kimi-K2-Thinking.jinja; the first template of Kimi K2 (moonshotai-Kimi-K2.jinja) shows no
+calls, and vLLM's tool_parsers/kimi_k2_tool_parser.py knows headers without "functions.", and the spelling below."""
 KIMI_SINGULAR_CALLS = replace(
     KIMI_CALLS, begin="<|tool_call_section_begin|>", end="<|tool_call_section_end|>", template_marks=()
 )
@@ -247,7 +248,9 @@ TOOL_CALLS_LIST = ToolForm(
 HUNYUAN_CALLS = replace(TOOL_CALLS_LIST, answer_label="助手：", template_marks=("<tool_calls>", "助手："))
 """Source: https://huggingface.co/tencent/Hunyuan-A13B-Instruct. Held against vLLM's
 examples/tool_chat_template_hunyuan_a13b.jinja: where tools are shown, answers begin with the label."""
-MINIMAX_M1_CALLS = replace(TOOL_CALLS_LIST, uses_list=False, template_marks=("<tool_calls></tool_calls>", "<tool_calls>"))
+MINIMAX_M1_CALLS = replace(
+    TOOL_CALLS_LIST, uses_list=False, template_marks=("<tool_calls></tool_calls>", "<tool_calls>")
+)
 """One object a line. Source: https://huggingface.co/MiniMaxAI/MiniMax-M1-40k, docs/function_call_guide.md. Held against
 vLLM's examples/tool_chat_template_minimax_m1.jinja."""
 NEMOTRON_CALLS = ToolForm(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, fields, replace
 from reprlib import repr as short
@@ -14,6 +14,8 @@ import msgspec
 
 from inferplane.dialogue.continuation import mark_last, truncate_at_mark
 from inferplane.dialogue.messages import normalize_messages
+from inferplane.dialogue.replies.call_rules import CallRules, demand_calls, read_generic, read_rules
+from inferplane.dialogue.replies.calls import BareCall
 from inferplane.dialogue.replies.catalog import FORMS, find_form
 from inferplane.dialogue.replies.events import Arguments, CallStart, Event, Reasoning
 from inferplane.dialogue.replies.forms import ReasoningForm, ReplyForm
@@ -28,11 +30,10 @@ from inferplane.engine.request.other_engines import advice
 from inferplane.engine.request.params import SamplingParams, unknown_keyword
 from inferplane.engine.request.results import Delta, Result
 from inferplane.engine.request.text import Tokenizer
-from inferplane.errors import InferplaneError, UsageError
+from inferplane.errors import InferplaneError, UsageError, warn
 
 _ASYNC_OPTIONS = ("index", "priority", "tenant")
 """Arguments of `AsyncLLM.generate` that `AsyncLLM.chat` takes, too."""
-_TOOL_FORM = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
 
 
 class ChatDelta(Delta, frozen=True, array_like=True):
@@ -77,17 +78,19 @@ class ChatPlan:
         prompt: token ids.
         params: how to sample.
         form: how the model writes thoughts and calls.
-        tools: name -> JSON schema of the parameters, of the functions that may be called.
+        rules: the calls that the reply may have.
         reasoning_is_open: the prompt has begun the thought.
         num_earlier_calls: calls in the conversation.
+        is_bare: the reply, or what follows its thought, is the arguments of the named function, without marks.
     """
 
     prompt: list[int]
     params: SamplingParams
     form: ReplyForm
-    tools: Mapping[str, Mapping[str, Any]]
+    rules: CallRules
     reasoning_is_open: bool = False
     num_earlier_calls: int = 0
+    is_bare: bool = False
 
     def finish(self, result: Result) -> ChatResult:
         """The result of the conversation from that of its prompt."""
@@ -111,20 +114,28 @@ class ChatReader:
 
     def __init__(self, plan: ChatPlan) -> None:
         self._plan = plan
-        has_parts = plan.form.reasoning is not None or plan.tools or plan.form.uses_channels
-        mode: Any = "auto" if plan.tools else "none"
-        options = {"reasoning_is_open": plan.reasoning_is_open, "mode": mode}
-        self._parser = ReplyParser(plan.form, plan.tools, **options) if has_parts else None
+        rules, form = plan.rules, plan.form
+        has_parts = form.reasoning is not None or rules.tools or form.uses_channels
+        mode: Any = "none" if plan.is_bare else rules.mode
+        options = {"reasoning_is_open": plan.reasoning_is_open, "mode": mode, "max_calls": rules.max_calls}
+        self._parser = ReplyParser(form, rules.tools, **options) if has_parts else None
+        self._bare = BareCall(rules.named) if plan.is_bare else None
         id_form = plan.form.tools[0].id_form if plan.form.tools else ""
         self._ids = CallIds(id_form, plan.num_earlier_calls)
 
     def feed(self, text: str) -> ChatDelta:
         """Add text; returns the parts that are certain, as a piece without tokens."""
-        return ChatDelta(text, []) if self._parser is None else self._join(self._parser.feed(text))
+        if self._parser is None:
+            return ChatDelta(text, [])
+        events = self._parser.feed(text)
+        return self._join(events if self._bare is None else list(self._bare.read(events)))
 
     def end(self) -> ChatDelta:
         """End the reply; returns the remaining parts."""
-        return ChatDelta("", []) if self._parser is None else self._join(self._parser.end())
+        if self._parser is None:
+            return ChatDelta("", [])
+        events = self._parser.end()
+        return self._join(events if self._bare is None else [*self._bare.read(events), *self._bare.end()])
 
     def read(self, piece: Delta) -> ChatDelta:
         """A piece of the stream, with its text separated; the last one has all that remains."""
@@ -183,26 +194,43 @@ class ChatModel:
         template = self.tokenizer.template(options.chat_template)
         form = find_form(template.all_sources, self.model_type, (*self.forms, *FORMS))
         shown = list(options.tools or ()) if options.tool_choice != "none" else []
-        tools = _read_tools(shown)
+        rules, unenforced = read_rules(shown, options.tool_choice)
         mark = uuid.uuid4().hex if options.continue_final_message else ""
         text = template.render(mark_last(conversation, mark), shown, template_variables(template, form, options))
         text = truncate_at_mark(text, mark)
         is_open = is_reasoning_open(form, text, conversation, bool(mark))
-        if not (params.needs_grammar and is_reasoning_over(form, text)) and params.reasoning is None:
-            budget, is_constrained = options.thinking_token_budget, bool(params.constraint)
-            span = make_span(form, is_open, budget, is_constrained=is_constrained, has_calls=bool(tools))
-            params = replace(params, reasoning=span)
+        own = None
+        if rules.is_forced:
+            if params.constraint is not None:
+                what = f"SamplingParams({params.constraint[0]}=...) and tool_choice = {short(options.tool_choice)}."
+                raise UsageError(what, there_is="one rule for the text", remedy="leave one of them out")
+            dropped = set(unenforced)
+            if template.supports_tools:  # else JSON is described to the model
+                own = demand_calls(form, rules, self.tokenizer.special_tokens, dropped)
+            params = replace(params, **(own or rules.constraint()))
+            if dropped := dropped if own else set(unenforced):
+                warn(f"Keywords of the tools' schemas have no effect on the text: {', '.join(sorted(dropped))}.")
+        is_generic = rules.is_forced and own is None
         if options.thinking_token_budget is not None and form.reasoning is None:
             raise UsageError(
                 f"thinking_token_budget = {options.thinking_token_budget}: this model is not known to think.",
                 there_is=f"a chat template without the marks of a thought; replies are read as {form.name!r}",
                 remedy="pass SamplingParams(reasoning=...) with the marks that it writes",
             )
-        visible = form.visible_tokens if tools or form.uses_channels else _marks_of(form)
+        if is_generic:
+            form, is_open = read_generic(form, is_open)
+        if not (params.needs_grammar and is_reasoning_over(form, text)) and params.reasoning is None:
+            is_constrained = bool(params.constraint) and own is None
+            has_calls = bool(own) or rules.mode == "auto"
+            budget = options.thinking_token_budget
+            span = make_span(form, is_open, budget, is_constrained=is_constrained, has_calls=has_calls)
+            params = replace(params, reasoning=span)
+        visible = form.visible_tokens if rules.tools or form.uses_channels else _marks_of(form)
         params = replace(params, visible_tokens=tuple(dict.fromkeys((*params.visible_tokens, *visible))))
         num_calls = sum(len(message.get("tool_calls") or ()) for message in conversation)
         ids = self.tokenizer.encode(text, special=False)
-        return ChatPlan(ids, params, form, tools, is_open, num_calls)
+        is_bare = is_generic and rules.mode == "named"
+        return ChatPlan(ids, params, form, rules, is_open, num_calls, is_bare)
 
 
 def make_span(
@@ -252,21 +280,6 @@ def _answer_headers(reasoning: ReasoningForm) -> tuple[str, ...]:
 
 def _marks_of(form: ReplyForm) -> tuple[str, ...]:
     return (*form.reasoning.marks, *form.more_tokens) if form.reasoning is not None else form.more_tokens
-
-
-def _read_tools(tools: Sequence[Any]) -> dict[str, Mapping[str, Any]]:
-    """Name -> JSON schema of the parameters; UsageError for what is no function in OpenAI's form."""
-    found: dict[str, Mapping[str, Any]] = {}
-    for i, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
-            raise UsageError(f"tools[{i}] = {short(tool)}.", there_is=f"functions as {_TOOL_FORM}")
-        schema = function.get("parameters")
-        if schema is not None and not isinstance(schema, Mapping):
-            raise UsageError(f"tools[{i}].function.parameters = {short(schema)}.", there_is="JSON schemas as mappings")
-        found[name] = schema or {}
-    return found
 
 
 def plan_each(plan: Callable[[Any, SamplingParams], ChatPlan], messages: Any, params: Any) -> list[ChatPlan]:

@@ -15,7 +15,8 @@ from inferplane.engine.request.other_engines import advice
 from inferplane.engine.request.params import unknown_keyword
 from inferplane.errors import UsageError, warn
 
-TOOL_CHOICES = ("auto", "none")
+TOOL_CHOICES = ("auto", "none", "required")
+CHOICE_FORM = '{"type": "function", "function": {"name": ...}}'
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class ChatOptions:
 
     Args:
         tools: functions that the model may call, in OpenAI's form.
-        tool_choice: "auto": the reply may have calls; "none": it has none, and the model is shown no tools.
+        tool_choice: "auto": the reply may have calls; "none": it has none, and the model is shown no tools; "required":
+            it has one call or more; {"type": "function", "function": {"name": ...}}: it is a call of this one.
         chat_template: a Jinja template in place of the checkpoint's.
         chat_template_kwargs: further variables for the template.
         continue_final_message: continue the last message in place of a new reply.
@@ -33,7 +35,7 @@ class ChatOptions:
     """
 
     tools: Sequence[Mapping[str, Any]] | None = None
-    tool_choice: str = "auto"
+    tool_choice: str | Mapping[str, Any] = "auto"
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
     continue_final_message: bool = False
@@ -51,12 +53,9 @@ class ChatOptions:
             as_bool("thinking", self.thinking)
         if self.thinking_token_budget is not None:
             as_integer("thinking_token_budget", self.thinking_token_budget, 0, MAX_COUNT)
-        if self.tool_choice not in TOOL_CHOICES:
-            raise UsageError(
-                f"tool_choice = {short(self.tool_choice)}.",
-                there_is=", ".join(map(repr, TOOL_CHOICES)),
-                remedy="to force a call, constrain the text by json_schema, or use the server",
-            )
+        if not _is_choice(self.tool_choice):
+            there_is = f"{', '.join(map(repr, TOOL_CHOICES))}, and {CHOICE_FORM}"
+            raise UsageError(f"tool_choice = {short(self.tool_choice)}.", there_is=there_is)
         variables = self.chat_template_kwargs
         if variables is not None and not isinstance(variables, Mapping):
             what = f"chat_template_kwargs = {short(variables)}."
@@ -73,6 +72,14 @@ class ChatOptions:
             if name not in known:
                 raise unknown_keyword(call, name, value, ["messages", "params", *known], advice(name))
         return cls(**options)
+
+
+def _is_choice(value: Any) -> bool:
+    """Whether a value is a word of `TOOL_CHOICES`, or names a function in OpenAI's form."""
+    if not isinstance(value, Mapping):
+        return isinstance(value, str) and value in TOOL_CHOICES
+    function = value.get("function")
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str) and bool(function["name"])
 
 
 def find_switches(template: Template) -> list[str]:

@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from inferplane.dialogue.replies import grammar
 from inferplane.errors import UsageError
 
 MAX_COUNT = 2**31 - 1
 """Largest number of tokens, and largest token id, that a parameter may name; steps hold them in 64 bits or fewer."""
-MAX_GRAMMAR_BYTES = {"json_schema": 64 * 1024, "regex": 4 * 1024, "grammar": 64 * 1024}
+MAX_GRAMMAR_BYTES = {"json_schema": 64 * 1024, "regex": 4 * 1024, "grammar": grammar.MAX_BYTES}
 MAX_MARKS, MAX_MARK_CHARACTERS = 8, 256
 MAX_FORCED_CHARACTERS = 4096
 MAX_STRUCTURAL_TAGS, MAX_TAG_GRAMMARS_BYTES = 64, 256 * 1024
@@ -168,8 +169,10 @@ _SPAN_CHECKS: _Checks = (
     ("header_begin", lambda marks, s: are_texts(marks, MAX_MARKS), _MARK_RULE),
     (
         "header_end",
-        lambda text, s: isinstance(text, str) and len(text) <= MAX_MARK_CHARACTERS and bool(text) == bool(s.header_begin),
-        f"of 1 to {MAX_MARK_CHARACTERS} characters of text where there is a header_begin, and empty where there is none",
+        lambda text, s: (
+            isinstance(text, str) and len(text) <= MAX_MARK_CHARACTERS and bool(text) == bool(s.header_begin)
+        ),
+        f"of 1 to {MAX_MARK_CHARACTERS} characters of text where there is a header_begin, and empty elsewhere",
     ),
 )
 _TAG_CHECKS: _Checks = (

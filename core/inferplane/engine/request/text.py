@@ -145,6 +145,12 @@ class Tokenizer:
         return frozenset(vocabulary[name] for name in names if name in vocabulary)
 
     @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Text -> id of the tokens that llguidance takes for special ones: it knows them by their form, too."""
+        added = getattr(self._inner, "added_tokens_decoder", {})
+        return {t.content: i for i, t in added.items() if t.special or (t.content[:1], t.content[-1:]) == ("<", ">")}
+
+    @cached_property
     def _vocabulary(self) -> dict[str, int]:
         return dict(self._inner.get_vocab())
 
@@ -176,8 +182,8 @@ class Tokenizer:
         if self._template is None:
             raise UsageError(
                 f"{self.model_name or self.folder} has no chat template.",
-                remedy="pass one (chat_template= in Python, --chat-template FILE of `inferplane serve`), or use "
-                "generate with a prompt that you format yourself",
+                remedy="pass one (chat_template= in Python, --chat-template FILE of `inferplane chat` and `serve`), or "
+                "use generate with a prompt that you format yourself",
             )
         return self._template
 

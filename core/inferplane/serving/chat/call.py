@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from inferplane.dialogue.replies.catalog import choose_form
+from inferplane.dialogue.replies.call_rules import read_generic
 from inferplane.dialogue.replies.forms import ReplyForm
 from inferplane.dialogue.replies.opening import is_reasoning_open, is_reasoning_over
 from inferplane.dialogue.tools import describe_tools
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from inferplane.engine.request.fields import StructuralTag
     from inferplane.serving.model import ServedModel
 
-GENERIC = "json"
-"""Name of the form of calls that are JSON alone."""
 WORDS = {**constraints.WORDS, "prompt": "messages", "logprobs": "top_logprobs"}
 
 
@@ -58,18 +56,19 @@ async def build_call(request: ChatRequest, model: ServedModel, tools: ToolPlan) 
         given = request.tools if tools.mode != "none" else None
         text = await render_messages(request.messages, given, template, variables)
     is_open = is_reasoning_open(form, text, request.messages, bool(variables.mark))
-    own = None
+    own, unenforced = None, set[str]()
     if tools.is_forced and model.can_constrain and facts is not None and facts.supports_tools:  # else JSON is described
-        own = await asyncio.to_thread(demand_calls, form, tools, model.special_tokens)
+        own = await asyncio.to_thread(demand_calls, form, tools, model.special_tokens, unenforced)
     is_generic = tools.is_forced and own is None
     plan = _plan_reply(request, tools, form, is_open, is_generic=is_generic)
     if tools.is_forced:
         constraint = own or tools.constraint()
-    if tools.mode != "none":
-        ignored += [f"tools.{keyword}" for keyword in tools.not_enforced]
     tags: Sequence[StructuralTag] = ()
     if tools.mode == "auto" and not constraint and model.can_constrain:
-        tags = await asyncio.to_thread(tag_calls, form, tools, model.special_tokens)
+        tags = await asyncio.to_thread(tag_calls, form, tools, model.special_tokens, unenforced)
+    if tools.mode != "none":
+        unenforced = unenforced if own or tags else set()
+        ignored += [f"tools.{keyword}" for keyword in sorted(unenforced.union(tools.not_enforced))]
     if tools.mode == "auto" and not tags and (tools.is_strict or (model.can_constrain and not constraint)):
         ignored += list_unenforced(form, tools)
     sampling.update({"structural_tags": tags} if tags else constraint)
@@ -108,12 +107,10 @@ def _plan_reply(
 ) -> ReplyPlan:
     id_form = form.tools[0].id_form if form.tools else ""
     is_content = request.separate_reasoning is False
-    if is_content and not tools.is_forced:  # else the thought has to be known from the call
+    if is_content and tools.mode == "none":  # else a mark of calls inside of the thought is none
         form, is_open = replace(form, reasoning=None), False
     if is_generic:
-        form = choose_form(form, tools=GENERIC)
-        if form.uses_channels:  # JSON alone has no header, and so no place for a thought before it
-            form, is_open = replace(form, reasoning=None), False
+        form, is_open = read_generic(form, is_open)
     return ReplyPlan(
         tools=tools,
         form=form,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from inferplane.dialogue.replies.events import Arguments, CallStart, Content, Event, Reasoning
+from inferplane.dialogue.replies.calls import BareCall
+from inferplane.dialogue.replies.events import Arguments, CallStart, Event, Reasoning
 from inferplane.dialogue.replies.forms import ReplyForm
 from inferplane.dialogue.replies.parser import ReplyParser
 from inferplane.dialogue.tools import CallIds, join_calls
@@ -26,7 +27,7 @@ class ReplyPlan:
         form: how the model writes thoughts and calls.
         reasoning_is_open: the prompt has begun the thought.
         shows_reasoning: the answer has the thought, too.
-        is_reasoning_content: the thought is part of the content.
+        is_reasoning_content: the thought is part of the content, with its marks.
         is_bare: the text after the thought is what a named tool is called with, without marks.
         id_form: ids of the model's calls, with the slots `{name}` and `{index}`; "": they have none.
         num_earlier_calls: calls in the conversation, which such ids count, too.
@@ -68,23 +69,30 @@ class ReplyReader:
             reasoning_is_open=plan.reasoning_is_open,
             mode=mode,
             max_calls=plan.tools.max_calls,
+            keeps_marks=plan.is_reasoning_content,
         )
+        self._bare = BareCall(plan.tools.named) if plan.is_bare else None
         self._inputs: dict[int, InputReader] = {}
+        self._custom = set[int]()
         self._ids = CallIds(plan.id_form, plan.num_earlier_calls)
         self.num_calls = 0
 
     def feed(self, text: str) -> list[dict[str, Any]]:
         """Add text, and return the parts that are certain."""
-        return [delta for event in self._parser.feed(text) for delta in self._states(event)]
+        return self._state_all(self._parser.feed(text))
 
     def end(self) -> list[dict[str, Any]]:
         """End the text, and return the remaining parts."""
-        found = [delta for event in self._parser.end() for delta in self._states(event)]
-        if self._plan.is_bare and not self.num_calls:
-            found += self._begin(CallStart(0, self._plan.tools.named, ""))
+        found = self._state_all(self._parser.end())
+        if self._bare is not None:
+            found += [delta for event in self._bare.end() for delta in self._states(event)]
         for index, reader in self._inputs.items():
-            found += self._piece(index, "custom", reader.end())
+            found += self._piece(index, reader.end())
         return found
+
+    def _state_all(self, events: Iterable[Event]) -> list[dict[str, Any]]:
+        read = events if self._bare is None else self._bare.read(events)
+        return [delta for event in read for delta in self._states(event)]
 
     def _states(self, event: Event) -> Iterator[dict[str, Any]]:
         if isinstance(event, Reasoning):
@@ -95,33 +103,24 @@ class ReplyReader:
             yield from self._begin(event)
         elif isinstance(event, Arguments):
             reader = self._inputs.get(event.index)
-            kind, text = ("custom", reader.feed(event.text)) if reader else ("function", event.text)
-            yield from self._piece(event.index, kind, text)
-        elif not self._plan.is_bare:
-            yield {"content": event.text}
+            yield from self._piece(event.index, reader.feed(event.text) if reader else event.text)
         else:
-            yield from self._bare(event)
-
-    def _bare(self, event: Content) -> Iterator[dict[str, Any]]:
-        """A piece of what the named tool is called with."""
-        name = self._plan.tools.named
-        if not self.num_calls:
-            yield from self._begin(CallStart(0, name, ""))
-        yield from self._piece(0, "custom" if name in self._plan.tools.custom else "function", event.text)
+            yield {"content": event.text}
 
     def _begin(self, event: CallStart) -> Iterator[dict[str, Any]]:
         self.num_calls += 1
         call = {"index": event.index, "id": self._ids.choose(event.id, event.name, event.index)}
         if event.name in self._plan.tools.custom:
-            if not self._plan.is_bare:
+            self._custom.add(event.index)
+            if self._bare is None:  # else the text is the tool's input itself
                 self._inputs[event.index] = InputReader()
             yield {"tool_calls": [{**call, "type": "custom", "custom": {"name": event.name, "input": ""}}]}
         else:
             yield {"tool_calls": [{**call, "type": "function", "function": {"name": event.name, "arguments": ""}}]}
 
-    def _piece(self, index: int, kind: str, text: str) -> Iterator[dict[str, Any]]:
+    def _piece(self, index: int, text: str) -> Iterator[dict[str, Any]]:
         if text:
-            key = "arguments" if kind == "function" else "input"
+            kind, key = ("custom", "input") if index in self._custom else ("function", "arguments")
             yield {"tool_calls": [{"index": index, kind: {key: text}}]}
 
 

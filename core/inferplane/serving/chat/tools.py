@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from inferplane.dialogue.replies.calls import MAX_CALLS
+from inferplane.dialogue.replies.call_rules import CallRules
 from inferplane.dialogue.replies.parser import Mode
-from inferplane.dialogue.schema_refs import rebase_refs
+from inferplane.dialogue.schema_limits import arguments_schema, relax
+from inferplane.errors import UsageError
 from inferplane.serving.chat.custom_input import input_schema
 from inferplane.serving.chat.request import (
     AllowedTools,
@@ -23,51 +24,25 @@ from inferplane.serving.chat.request import (
     NamedTool,
     Tool,
 )
-from inferplane.serving.constraints.schemas import arguments_schema, relax
 from inferplane.serving.errors import invalid
 
 
 @dataclass(frozen=True)
-class ToolPlan:
+class ToolPlan(CallRules):
     """What the tools of a request mean for its text.
 
     Args:
-        mode: "none": no calls; "auto": the text may contain calls; "required": it has one call or more; "named": it has
-            a call of one function.
-        tools: name -> schema of the arguments, of the tools that may be called.
-        named: the function of mode "named".
-        parallel: an answer may make several calls.
         not_enforced: keywords of the schemas that are not enforced.
-        custom: custom tools among them -> the grammar of their text; None for any text.
-        is_strict: a schema is to be enforced or refused.
+        custom: custom tools among the tools -> the grammar of their text; None for any text.
     """
 
-    mode: Mode = "none"
-    tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    named: str = ""
-    parallel: bool = True
     not_enforced: tuple[str, ...] = ()
     custom: Mapping[str, GrammarFormat | None] = field(default_factory=dict)
-    is_strict: bool = False
-
-    @property
-    def is_forced(self) -> bool:
-        """The text has a call."""
-        return self.mode in ("required", "named")
-
-    @property
-    def max_calls(self) -> int:
-        """Most calls in an answer."""
-        return MAX_CALLS if self.parallel and self.mode != "named" else 1
 
     def constraint(self) -> dict[str, Any]:
-        """Return the constraint of a forced call in generic JSON, as fields of `SamplingParams`: in mode "required" a
-        list of objects with name and arguments, in mode "named" the arguments alone, or a custom tool's text.
-        """
-        if self.mode == "required":
-            return {"json_schema": _schema_of_calls(self.tools, self.max_calls)}
-        if self.named not in self.custom:
-            return {"json_schema": dict(self.tools[self.named])}
+        """As of `CallRules`; of a named custom tool it is that of its text, which may be none."""
+        if self.mode != "named" or self.named not in self.custom:
+            return super().constraint()
         grammar = self.custom[self.named]
         if grammar is None:
             return {}
@@ -80,7 +55,7 @@ def plan_tools(request: ChatRequest) -> ToolPlan:
     """
     tools: dict[str, Mapping[str, Any]] = {}
     custom: dict[str, GrammarFormat | None] = {}
-    dropped, is_strict = set[str](), False
+    dropped, strict = set[str](), set[str]()
     for tool in request.tools or ():
         if isinstance(tool, CustomTool):
             grammar = tool.custom.grammar
@@ -91,9 +66,12 @@ def plan_tools(request: ChatRequest) -> ToolPlan:
                 dropped.add("custom.format")
             tools[tool.name] = relax(schema, dropped)
         else:
-            schema = arguments_schema(tool.name, tool.function.parameters)
+            try:
+                schema = arguments_schema(tool.name, tool.function.parameters)
+            except UsageError as error:
+                raise invalid(error.what, "tools") from error
             tools[tool.name] = schema if tool.function.strict else relax(schema, dropped)
-            is_strict = is_strict or bool(tool.function.strict)
+            strict |= {tool.name} if tool.function.strict else set()
     mode, allowed = _read_choice(request, tools, custom)
     if mode == "none" or not tools:
         return ToolPlan()
@@ -103,7 +81,7 @@ def plan_tools(request: ChatRequest) -> ToolPlan:
     named = allowed[0] if mode == "named" else ""
     parallel = request.parallel_tool_calls is not False
     shown = {name: grammar for name, grammar in custom.items() if name in tools}
-    return ToolPlan(mode, tools, named, parallel, tuple(sorted(dropped)), shown, is_strict)
+    return ToolPlan(mode, tools, named, parallel, frozenset(strict), tuple(sorted(dropped)), shown)
 
 
 def _read_choice(
@@ -144,18 +122,3 @@ def _make_function(tool: CustomTool) -> dict[str, Any]:
         words = f"{words}\n\nThe input follows this {grammar.syntax} grammar:\n{grammar.definition}".lstrip()
     function = {"name": tool.name, "description": words, "parameters": input_schema()}
     return {"type": "function", "function": function}
-
-
-def _schema_of_calls(tools: Mapping[str, Mapping[str, Any]], most: int) -> dict[str, Any]:
-    """Return the JSON schema of a list of calls."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{i}"}},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for i, name in enumerate(tools)
-    ]
-    schemas = {str(i): rebase_refs(schema, f"#/$defs/{i}") for i, schema in enumerate(tools.values())}
-    return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "maxItems": most, "$defs": schemas}

@@ -15,7 +15,7 @@ from inferplane.dialogue.continuation import mark_last, truncate_at_mark
 from inferplane.dialogue.messages import KEYS, MessageError
 from inferplane.dialogue.replies.forms import ReplyForm
 from inferplane.dialogue.template import RESERVED, SWITCHES, Template
-from inferplane.serving.chat_template.sources import MAX_CHARACTERS
+from inferplane.dialogue.template_files import MAX_CHARACTERS
 from inferplane.serving.errors import ApiError, invalid
 from inferplane.serving.request_fields import MAX_UNKNOWN
 from inferplane.serving.wire import MAX_TOKENS, AtMost, RequestBody, RequestObject

@@ -1,6 +1,6 @@
-"""Chat templates that come from elsewhere than the checkpoint: from the server's settings, and from requests.
+"""Chat templates that requests bring.
 
-Sources: vLLM's `--chat-template` and `--trust-request-chat-template`, https://docs.vllm.ai/en/latest/cli/serve.html.
+Source: vLLM's `--trust-request-chat-template`, https://docs.vllm.ai/en/latest/cli/serve.html.
 """
 
 from __future__ import annotations
@@ -9,54 +9,14 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
-from inferplane.dialogue.render import compile_template, describe_syntax_error
 from inferplane.dialogue.template import is_template_source
-from inferplane.errors import UsageError
 from inferplane.serving.chat_template.template import ChatTemplate
 from inferplane.serving.errors import invalid
 
-MAX_CHARACTERS = 2**18
-"""Most characters of a template: the longest of published checkpoints have some 30,000."""
 MAX_TEMPLATES = 4
 """Most templates of requests whose processes wait for the next conversation, and most that render at a time."""
-
-
-def read_template(given: str) -> str:
-    """Return the source of a chat template.
-
-    Args:
-        given: the name of a file that holds it, or the template itself: what has a brace or a line end is none.
-
-    Raises:
-        UsageError: the file cannot be read, or the template does not compile.
-    """
-    source = given
-    if not any(character in given for character in "{}\n"):
-        try:
-            source = Path(given).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            remedy = "pass the name of a file with a Jinja template, or the template itself"
-            raise UsageError(f"The chat template {given} cannot be read ({error}).", remedy=remedy) from error
-    if len(source) > MAX_CHARACTERS:
-        raise UsageError(
-            f"The chat template has {len(source)} characters.", there_is=f"templates of at most {MAX_CHARACTERS}"
-        )
-    _check(source)
-    return source
-
-
-def _check(source: str) -> None:
-    from jinja2 import TemplateError
-
-    try:
-        compile_template(source)
-    except (TemplateError, RecursionError) as error:
-        raise UsageError(
-            describe_syntax_error(error), remedy="mend it: it is a Jinja template as transformers renders them"
-        ) from error
 
 
 class RequestTemplates:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from inferplane.serving.constraints.schemas import relax
+from inferplane.dialogue.schema_limits import relax
 from inferplane.serving.errors import invalid
 from inferplane.serving.request_fields import Refused
 from inferplane.serving.wire import UNTYPED, FunctionName, RequestObject, SamplingFields

@@ -81,7 +81,7 @@ def run(resolved: ResolvedSettings, pins: Mapping[str, str]) -> int:
         is_tracing_enabled(settings, os.environ)  # raises what is wrong with it, before anything is loaded
     check_model_and_device(settings)
     if settings.chat_template is not None:
-        from inferplane.serving.chat_template.sources import read_template
+        from inferplane.dialogue.template_files import read_template
 
         read_template(settings.chat_template)
     check_parsers(settings)

@@ -17,7 +17,7 @@ ONE_BY_ONE = (tables.GLM_CALLS, tables.QWEN_CODER_CALLS, tables.DSML_CALLS, tabl
 
 
 def make(form, schema, **options):
-    return make_call_grammar(form, {"f": schema}, is_triggered=True, **options)
+    return make_call_grammar(form, {"f": schema}, **{"is_triggered": True, **options})
 
 
 @pytest.mark.parametrize("keyword", ["anyOf", "oneOf", "allOf"])
@@ -66,12 +66,36 @@ def test_what_is_no_list_demands_nothing(required):
     ],
 )
 def test_arguments_that_are_not_listed_have_no_grammar(form, schema):
-    assert make(form, schema) == ""
+    assert make(form, schema, is_triggered=False) == make(form, schema, strict="f") == ""
 
 
 @pytest.mark.parametrize("form", ONE_BY_ONE)
 def test_parts_that_are_not_there_have_no_grammar(form):
-    assert make(form, {"properties": {"x": {"type": "array", "items": {"$ref": "https://a.b/c"}}}}) == ""
+    schema = {"properties": {"x": {"type": "array", "items": {"$ref": "https://a.b/c"}}}}
+    assert make(form, schema, is_triggered=False) == make(form, schema, strict="f") == ""
+
+
+ANY_CALLS = {
+    tables.GLM_CALLS: "NAME\n<arg_key>any key</arg_key>\n<arg_value>a <b>\n</arg_value>\n</tool_call>",
+    tables.QWEN_CODER_CALLS: "\n<function=NAME>\n<parameter=any>\na <b>\n</parameter>\n</function>\n</tool_call>",
+    tables.DSML_CALLS: (
+        '\n<｜DSML｜invoke name="NAME">\n<｜DSML｜parameter name="any" string="true">a</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="other" string="false">{"a": [1]}</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        "</｜DSML｜function_calls>"
+    ),
+    tables.LFM_CALLS: '[NAME(any="a", other={"a": [1]})]<|tool_call_end|>',
+}
+"""What follows the mark of a call of a function whose arguments are not listed."""
+
+
+@pytest.mark.parametrize("form", ONE_BY_ONE)
+@pytest.mark.parametrize("schema", [{"type": "object"}, {"properties": {"x": NAME}, "allOf": [{}]}, {"$ref": "#"}])
+def test_a_call_that_has_begun_takes_arguments_that_are_not_listed(form, schema):
+    number = {"properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    grammar = make_call_grammar(form, {"g": number, "f": schema}, is_triggered=True, unenforced=(found := set()))
+    assert found == {"parameters"} and accepts(grammar, ANY_CALLS[form].replace("NAME", "f"))
+    for other in ("g", "h"):  # one that needs its number, and one that is not there
+        assert not accepts(grammar, ANY_CALLS[form].replace("NAME", other))
 
 
 GLM_CALL = "f\n<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"
@@ -120,7 +144,7 @@ def test_what_a_reference_names():
 def test_an_argument_that_is_never_right_is_left_out(form):
     grammar = make(form, {"properties": {"x": {"type": "integer"}, "y": False}})
     assert '"y' not in grammar and "x" in grammar
-    assert make(form, {"properties": {"y": False}, "required": ["y"]}) == ""
+    assert make(form, {"properties": {"y": False}, "required": ["y"]}, is_triggered=False) == ""
 
 
 TEXT = {"type": "string"}

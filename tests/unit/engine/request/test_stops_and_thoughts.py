@@ -6,8 +6,8 @@ import pytest
 
 from inferplane.engine.clients.chat import make_span
 from inferplane.engine.request.text import Detokenizer, Tokenizer
-from tests.unit.dialogue.replies.goldens import NAMED
 from tests.e2e.tiny_tokenizers import byte_level, save
+from tests.unit.dialogue.replies.goldens import NAMED
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""JSON schemas as clients send them: what a constraint cannot enforce, and arguments of calls.
+"""JSON schemas as they are given: what a constraint cannot enforce, and arguments of calls.
 
 As in OpenAI's API, a schema with `strict` true is enforced or refused, and any other is enforced as far as possible.
 
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from inferplane.dialogue.schema_dialects import DATA, NAMES, modernize
-from inferplane.serving.errors import invalid
+from inferplane.errors import UsageError
 
 NOT_ENFORCED = frozenset(
     {
@@ -86,10 +86,11 @@ def _is_beyond(pattern: str) -> bool:
 
 
 def arguments_schema(function: str, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the schema of a function's arguments, which are an object; raise ApiError 400 if they cannot be one."""
+    """Return the schema of a function's arguments, which are an object; raise UsageError if they cannot be one."""
     if not parameters:
         return {"type": "object", "properties": {}}
     kind = parameters.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-        raise invalid(f"The parameters of {function} are of type {kind!r}; arguments are of type 'object'.", "tools")
+        what = f"The parameters of {function} are of type {kind!r}; arguments are of type 'object'."
+        raise UsageError(what, remedy='write {"type": "object", "properties": {...}}')
     return {**modernize({**parameters, "nullable": False}), "type": "object"}
