@@ -68,7 +68,8 @@ def paths() -> list[str]:
     import asyncio
 
     async def routes() -> list[str]:
-        return sorted({r.path.replace("{model:path}", "demo") for r in full_app(Service(ServerSettings())).routes})
+        found = {r.path.replace("{model:path}", "demo") for r in full_app(Service(ServerSettings())).routes}
+        return sorted({path.replace("{version}", "1") for path in found})
 
     return asyncio.run(routes())
 

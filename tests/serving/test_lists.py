@@ -26,10 +26,10 @@ from inferplane.serving.bodies import LARGE_BYTES, MAX_CONTAINERS, MAX_KEYS, Bod
 from inferplane.serving.chat.request import ChatRequest
 from inferplane.serving.errors import ApiError
 from inferplane.serving.grpc import schema, tensors
-from inferplane.serving.grpc.requests import parse_infer_request
 from inferplane.serving.http.completions import CompletionRequest
 from inferplane.serving.http.embeddings import EmbeddingRequest
 from inferplane.serving.http.text import DetokenizeRequest, TokenizeRequest
+from inferplane.serving.kserve.requests import parse_infer_request
 from inferplane.serving.native import NativeRequest
 from inferplane.serving.wire import validate
 from tests.serving.live import Live
@@ -417,8 +417,9 @@ def test_long_sampling_parameters_are_read_in_a_thread_and_texts_in_them_are_not
             return function(*args)
 
     started = time.thread_time()
+    given, parameters = tensors.read(request, {}), tensors.parameters(request)
     with pytest.raises(ApiError) as refused, BodyMemory(10**9).hold() as held:
-        asyncio.run(parse_infer_request(request, Reader(), held))
+        asyncio.run(parse_infer_request(given, parameters, "", Reader(), held))
     assert refused.value.param == param
     assert lengths == [len(text)] * 2 and min(lengths) > LARGE_BYTES
     assert time.thread_time() - started < 0.5

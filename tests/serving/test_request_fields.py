@@ -15,10 +15,10 @@ from inferplane.engine import SamplingParams
 from inferplane.serving import native
 from inferplane.serving.chat.request import ChatRequest
 from inferplane.serving.errors import ApiError
-from inferplane.serving.grpc.requests import TypedRequest
 from inferplane.serving.http.completions import CompletionRequest
 from inferplane.serving.http.embeddings import EmbeddingRequest
 from inferplane.serving.http.responses import report_ignored_fields
+from inferplane.serving.kserve.requests import TypedRequest
 from inferplane.serving.request_fields import IGNORED, REFUSED
 from inferplane.serving.wire import unknown_fields, validate
 from tests.serving.live import Live

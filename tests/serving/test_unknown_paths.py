@@ -31,7 +31,14 @@ def test_an_unknown_path_is_told_what_there_is(live, method, path):
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["code"]) == (404, "not_found_error", "http_error")
     assert error["message"].startswith(f"There is no {method} {path[:100]}. There is: ")
-    for route in ("POST /v1/completions", "POST /v1/chat/completions", "GET /v1/models", "GET /health", "GET /status"):
+    for route in (
+        "POST /v1/completions",
+        "POST /v1/chat/completions",
+        "GET /v1/models",
+        "POST /v2/models/{model:path}/infer",
+        "GET /health",
+        "GET /status",
+    ):
         assert route in error["message"]
     assert error["message"].endswith("docs/serving.md says what each does.")
 

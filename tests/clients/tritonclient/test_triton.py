@@ -49,6 +49,21 @@ def test_text_over_grpc(over_grpc):
     assert done.as_numpy("text_output")[0].decode().split() == ["four"]
 
 
+@pytest.mark.parametrize("is_binary", [True, False])
+def test_text_over_http(over_http, is_binary):
+    asked = [tritonclient.http.InferRequestedOutput(n, binary_data=is_binary) for n in ("text_output", "token_ids")]
+    for outputs in (None, asked):
+        done = over_http.infer("scripted", question(tritonclient.http), outputs=outputs, request_id="r1")
+        found = done.as_numpy("text_output")[0]
+        assert (found.decode() if isinstance(found, bytes) else found).split() == ["four"]
+        assert done.as_numpy("token_ids").dtype == np.int32 and done.get_response()["id"] == "r1"
+
+
+def test_the_model_over_http(over_http):
+    assert over_http.is_model_ready("scripted") and over_http.get_server_metadata()["name"] == "inferplane"
+    assert "text_input" in [tensor["name"] for tensor in over_http.get_model_metadata("scripted")["inputs"]]
+
+
 def test_a_stream_over_grpc(over_grpc):
     arrived: queue.Queue[Any] = queue.Queue()
     over_grpc.start_stream(lambda result, error: arrived.put(error or result))
@@ -70,5 +85,5 @@ def test_a_stream_over_grpc(over_grpc):
 def test_a_wrong_name_is_an_error_of_the_client(over_grpc, over_http):
     with pytest.raises(InferenceServerException, match="not served here"):
         over_grpc.infer("gpt", question(tritonclient.grpc))
-    with pytest.raises(InferenceServerException):
+    with pytest.raises(InferenceServerException, match="not served here"):
         over_http.infer("gpt", question(tritonclient.http))

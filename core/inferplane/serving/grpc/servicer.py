@@ -15,18 +15,16 @@ import grpc
 from inferplane import __version__
 from inferplane.serving.bodies import HeldMemory
 from inferplane.serving.errors import ApiError, internal
-from inferplane.serving.grpc import requests, schema, tensors
+from inferplane.serving.grpc import schema, tensors
 from inferplane.serving.grpc.messages import count_memory, parse_message
 from inferplane.serving.keys import Keys
+from inferplane.serving.kserve import requests
+from inferplane.serving.kserve.names import EXTENSIONS, INPUTS, OUTPUTS, VERSION, length_of, resolve_name
 from inferplane.serving.rendering import GeneratedChoice, gather_choices
 from inferplane.serving.service import Service
 from inferplane.serving.tracing import trace_headers
 
 log = logging.getLogger("inferplane.serving.grpc")
-VERSION = "1"
-"""The one version of every model."""
-TRITON_NAME = "model"
-"""The source system's name of every model."""
 STATUS = {
     **dict.fromkeys((400, 413), grpc.StatusCode.INVALID_ARGUMENT),
     401: grpc.StatusCode.UNAUTHENTICATED,
@@ -41,15 +39,6 @@ STATUS_BY_CODE = {"busy": grpc.StatusCode.RESOURCE_EXHAUSTED}
 """Code of an error -> gRPC's status, where the HTTP status says less."""
 MAX_CONCURRENT_REQUESTS = 256
 """Most requests of one stream that run at a time; further ones are not read yet."""
-INPUTS = {
-    **{"IN": "BYTES", "text_input": "BYTES", "input_ids": "INT64", "max_tokens": "INT32", "stream": "BOOL"},
-    **{"sampling_parameters": "BYTES", "exclude_input_in_output": "BOOL", "return_finish_reason": "BOOL"},
-    **{"return_num_input_tokens": "BOOL", "return_num_output_tokens": "BOOL"},
-}
-OUTPUTS = {
-    **{"OUT": "BYTES", "text_output": "BYTES", "token_ids": "INT32", "finish_reason": "BYTES"},
-    **{"num_input_tokens": "UINT32", "num_output_tokens": "UINT32"},
-}
 GENERATE = frozenset(("ModelInfer", "ModelStreamInfer"))
 """Methods whose requests have spans."""
 _FINAL, _EMPTY_FINAL = "triton_final_response", "triton_enable_empty_final_response"
@@ -75,7 +64,7 @@ class Servicer:
         return _new("ServerReadyResponse", ready=self._service.condition().ready)
 
     async def ServerMetadata(self, request: Any, context: Any) -> Any:
-        return _new("ServerMetadataResponse", name="inferplane", version=__version__, extensions=["statistics"])
+        return _new("ServerMetadataResponse", name="inferplane", version=__version__, extensions=EXTENSIONS["grpc"])
 
     # -- about the model
 
@@ -90,8 +79,7 @@ class Servicer:
         response = _new("ModelMetadataResponse", name=name, versions=[VERSION], platform="inferplane")
         for field, named in (("inputs", INPUTS), ("outputs", OUTPUTS)):
             for tensor, datatype in named.items():
-                length = -1 if tensor in ("input_ids", "token_ids") else 1
-                getattr(response, field).add(name=tensor, datatype=datatype, shape=[length])
+                getattr(response, field).add(name=tensor, datatype=datatype, shape=[length_of(tensor)])
         return response
 
     async def ModelConfig(self, request: Any, context: Any) -> Any:
@@ -104,7 +92,7 @@ class Servicer:
         for field, named in ((config.input, INPUTS), (config.output, OUTPUTS)):
             for tensor, datatype in named.items():
                 kind = "TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}"
-                added = field.add(name=tensor, dims=[-1 if tensor in ("input_ids", "token_ids") else 1])
+                added = field.add(name=tensor, dims=[length_of(tensor)])
                 added.data_type = schema.POOL.FindEnumTypeByName("inference.DataType").values_by_name[kind].number
                 if field is config.input:
                     added.optional = True
@@ -143,17 +131,9 @@ class Servicer:
         return response
 
     def _name(self, name: str, version: str) -> str:
-        """As `_resolve_name`; a refusal counts."""
+        """As `resolve_name`; a refusal counts."""
         with self._service.count_refusals():
-            return self._resolve_name(name, version)
-
-    def _resolve_name(self, name: str, version: str) -> str:
-        """Return the name to answer with; raise ApiError 404 for another model or version."""
-        model = self._service.ready_model
-        if version not in ("", VERSION):
-            raise ApiError(404, f"There is no version {version[:40]!r}; there is {VERSION}.", code="model_not_found")
-        model.resolve_name(None if name == TRITON_NAME else name)
-        return name or model.names[0]
+            return resolve_name(self._service, name, version)
 
     # -- inference
 
@@ -199,8 +179,10 @@ class Servicer:
         """Parse a request; a refusal counts and has a span."""
         started = time.monotonic()
         try:
-            self._resolve_name(request.model_name, request.model_version)
-            return await requests.parse_infer_request(request, self._service, held)
+            resolve_name(self._service, request.model_name, request.model_version)
+            given = tensors.read(request, requests.longest_inputs(self._service))
+            parameters = tensors.parameters(request)
+            return await requests.parse_infer_request(given, parameters, request.id, self._service, held)
         except ApiError as error:
             record_refusal(self._service, method, error, caller["trace"], time.monotonic() - started)
             raise

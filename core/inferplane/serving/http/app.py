@@ -13,13 +13,14 @@ from starlette.routing import Route
 from inferplane import __version__
 from inferplane.serving import page
 from inferplane.serving.errors import ApiError, internal
-from inferplane.serving.http import generate, operation, text
+from inferplane.serving.http import generate, infer, operation, text
 from inferplane.serving.http.fast_path import AdmissionFastPath
 from inferplane.serving.http.gate import Gate
 from inferplane.serving.http.openapi import describe_routes
-from inferplane.serving.http.responses import Handler, error_response, openai_error_response, run_handler
+from inferplane.serving.http.responses import Handler, error_response, plain_error_response, run_handler
 from inferplane.serving.http.scope import App, Receive, Scope, Send
 from inferplane.serving.keys import Keys
+from inferplane.serving.kserve.names import error_body
 from inferplane.serving.service import Service
 
 MAX_PATH_CHARACTERS = 100
@@ -47,9 +48,9 @@ class _Routes(FastAPI):
 
 def full_app(service: Service) -> FastAPI:
     """Make the application with every route."""
-    routers = [generate.routes(service), text.routes(service), operation.health_routes(service)]
+    routers = [generate.routes(service), text.routes(service), operation.health_routes(service), infer.routes(service)]
     routers += [operation.metrics_routes(service), operation.version_routes()]
-    routers.append(page.routes(service, openai_error_response))
+    routers.append(page.routes(service, plain_error_response))
     app = _app(service, routers)
     app.direct_handlers = generate.handlers(service)
     return app
@@ -104,14 +105,14 @@ def _app(service: Service, routers: Iterable[APIRouter]) -> _Routes:
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     request.app.service.count_refusal(error)
-    return openai_error_response(error, request.scope)
+    return plain_error_response(error, request.scope)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     api_error = ApiError(error.status_code, _describe_routes_here(request, error), code="http_error")
     request.app.service.count_refusal(api_error)
-    response = error_response(api_error, api_error.body())
+    response = error_response(api_error, error_body(api_error, request.scope["path"]))
     response.headers.update(error.headers or {})
     return response
 
@@ -132,5 +133,5 @@ def _describe_routes_here(request: Request, error: HTTPException) -> str:
 
 
 async def _on_fault(request: Request, error: Exception) -> Response:
-    """Answer a fault of the server's own in OpenAI's form; the gate logs it."""
-    return openai_error_response(internal(), request.scope)
+    """Answer a fault of the server's own; the gate logs it."""
+    return plain_error_response(internal(), request.scope)

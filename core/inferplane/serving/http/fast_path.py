@@ -16,6 +16,7 @@ from inferplane.serving import native
 from inferplane.serving.bodies import LARGE_BYTES, BodyMemory
 from inferplane.serving.errors import ApiError
 from inferplane.serving.keys import AccessKey
+from inferplane.serving.kserve.names import error_body, is_infer_path
 from inferplane.serving.service import Result, Service
 from inferplane.serving.shared_state.slots import SlotReservation
 from inferplane.serving.tracing import trace_headers
@@ -102,7 +103,7 @@ class AdmissionFastPath:
 
     def applies_to(self, method: str, path: str) -> bool:
         """Return whether a request generates."""
-        return method == "POST" and path in self._paths
+        return method == "POST" and (path in self._paths or is_infer_path(path))
 
     def reserve(self, key: AccessKey | None) -> SlotReservation:
         """Reserve a slot for a request, which has a key if there are keys.
@@ -142,7 +143,7 @@ class AdmissionFastPath:
     def error_body(self, error: ApiError, path: str, body: bytes) -> dict[str, Any]:
         """Return the JSON of an error in the dialect of the request's body."""
         if path not in self._native_paths or len(body) > LARGE_BYTES:  # refusing one costs less than parsing it
-            return error.body()
+            return error_body(error, path)
         try:
             data = parse(body)
         except ApiError:

@@ -22,6 +22,7 @@ from inferplane.serving.http.fast_path import AdmissionFastPath, LoopPassLimiter
 from inferplane.serving.http.protocol import MAX_HEADER_BYTES, address_group
 from inferplane.serving.http.scope import CONTEXT, App, Message, Receive, RequestContext, Scope, Send
 from inferplane.serving.keys import AccessKey, Keys, host_check
+from inferplane.serving.kserve.names import error_body, find_json_length, is_infer_path
 from inferplane.serving.rendering import encode_json
 from inferplane.serving.settings import ServerSettings
 from inferplane.serving.wire import ID_PATTERN
@@ -133,7 +134,9 @@ class GatedRequest:
         sent_ids = [value.decode("latin-1") for value in self._header(b"x-request-id")]
         valid = len(sent_ids) == 1 and re.match(ID_PATTERN, sent_ids[0]) is not None
         request_id = sent_ids[0] if valid else uuid.uuid4().hex
-        self._context = scope[CONTEXT] = RequestContext(request_id, ChunkWriter(self._send_watched), key)
+        self._context = scope[CONTEXT] = RequestContext(
+            request_id, ChunkWriter(self._send_watched), key, held=self._held
+        )
         if key is not None:
             self._context.facts["key"] = key.name
 
@@ -147,7 +150,8 @@ class GatedRequest:
             if gate.keys and self._context.key is None and not self._is_open():
                 raise ApiError(401, "The key is missing or wrong.", code="invalid_api_key")
             self._check_head()
-            if scope["method"] != "POST" or scope["path"] not in gate.body_paths:
+            takes_body = scope["path"] in gate.body_paths or is_infer_path(scope["path"])
+            if scope["method"] != "POST" or not takes_body:
                 body = b""
                 if self._has_body():
                     self._drop_rest()
@@ -219,10 +223,16 @@ class GatedRequest:
             raise ApiError(415, "Compressed bodies are not accepted.", code="unsupported_encoding")
         # Any web page can make a browser post forms and text without asking; it cannot do so with JSON.
         kinds = self._header(b"content-type")
-        if self._has_body():
+        if self._has_body() and not self._is_infer_of_a_program():
             kind = kinds[0].partition(b";")[0].strip().lower() if len(kinds) == 1 else b""
             if kind != b"application/json":
                 raise ApiError(415, "The body has to be sent as application/json.", code="unsupported_media_type")
+
+    def _is_infer_of_a_program(self) -> bool:
+        """Whether this is inference in KServe's protocol that no web page asks for: its clients send no type, or that
+        of binary data. Browsers say whose page a POST comes from.
+        """
+        return is_infer_path(self._scope["path"]) and not self._header(b"origin")
 
     # -- the body
 
@@ -275,7 +285,9 @@ class GatedRequest:
             if not message.get("more_body", False):
                 whole = bytes(body)
                 body.clear()
-                self._held.add(await self._gate.fast_path.read(len(whole), object_bytes, whole))
+                is_infer = is_infer_path(self._scope["path"])
+                text = whole[: find_json_length(self._scope["headers"], len(whole))] if is_infer else whole
+                self._held.add(await self._gate.fast_path.read(len(text), object_bytes, text))
                 return whole
 
     # -- the route
@@ -360,7 +372,7 @@ class GatedRequest:
 
     async def _refuse(self, error: ApiError, body: Mapping[str, Any] | None = None) -> None:
         """Answer with an error."""
-        data = encode_json(body or error.body())
+        data = encode_json(body or error_body(error, self._scope["path"]))
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
         if error.retry_after_s is not None:
             headers.append((b"retry-after", str(error.retry_after_s).encode()))

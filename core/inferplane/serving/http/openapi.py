@@ -15,9 +15,10 @@ from starlette.routing import Route
 
 from inferplane.serving.chat.request import ChatRequest
 from inferplane.serving.chat.response import ChatResponse
-from inferplane.serving.http import operation, text
+from inferplane.serving.http import infer, operation, text
 from inferplane.serving.http.completions import CompletionRequest, CompletionResponse
 from inferplane.serving.http.embeddings import EmbeddingRequest, EmbeddingResponse
+from inferplane.serving.kserve.names import is_kserve
 from inferplane.serving.native import NativeError, NativeRequest, NativeResponse
 from inferplane.serving.wire import ErrorBody
 
@@ -36,6 +37,10 @@ BODIES: dict[str, tuple[Models, Models]] = {
     "/tokenizer_info": ((), (text.TokenizerInfo,)),
     **dict.fromkeys(("/health", "/v2/health/live", "/v2/health/ready"), ((), (operation.HealthBody,))),
     "/version": ((), (operation.VersionBody,)),
+    "/v2": ((), (infer.ServerMetadata,)),
+    "/v2/models/{model}": ((), (infer.ModelMetadata,)),
+    "/v2/models/{model}/ready": ((), (infer.ModelReady,)),
+    "/v2/models/{model}/infer": ((infer.InferRequest,), (infer.InferResponse,)),
 }
 """Path -> the models of its requests and of its answers."""
 NATIVE = ("/v1/completions", "/v1/chat/completions")
@@ -79,7 +84,7 @@ def describe_routes(app: FastAPI) -> None:
 
 def _document(app: FastAPI) -> dict[str, Any]:
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    models: set[type[BaseModel]] = {ErrorBody, NativeError}
+    models: set[type[BaseModel]] = {ErrorBody, NativeError, infer.InferError}
     models.update(*chain(*BODIES.values()))
     modes: list[Any] = [(m, "validation") for m in sorted(models, key=lambda m: m.__name__)]
     _, schemas = models_json_schema(modes, ref_template=REF + "{model}")
@@ -103,12 +108,16 @@ def _fill(path: str, operation_: dict[str, Any]) -> None:
     answer: dict[str, Any] = {"application/json": {"schema": _one_of(answers)}} if answers else {}
     if path in NATIVE:
         answer["text/event-stream"] = {"schema": {"type": "string"}}
+    if path.endswith("/infer"):
+        answer["application/octet-stream"] = {"schema": {"type": "string", "format": "binary"}}
     if path == "/metrics":
         answer["text/plain"] = {"schema": {"type": "string"}}
     operation_["responses"] = {"200": {"description": "done", "content": answer}}
-    error = _one_of((ErrorBody, NativeError) if path in NATIVE else (ErrorBody,))
+    error = _one_of((infer.InferError,) if is_kserve(path) else (ErrorBody, NativeError)[: 1 + (path in NATIVE)])
     for status, words in ERRORS.items():
         shape = _one_of((operation.HealthBody, ErrorBody)) if "health" in path else error
+        if status == "503" and path.endswith("/ready") and is_kserve(path):
+            shape = _one_of((infer.ModelReady, infer.InferError))
         operation_["responses"][status] = {"description": words, "content": {"application/json": {"schema": shape}}}
 
 

@@ -18,7 +18,8 @@ from inferplane.serving.errors import ApiError, internal
 from inferplane.serving.generation import Generation, Piece
 from inferplane.serving.http.chunks import ChunkWriter
 from inferplane.serving.http.scope import Receive, Scope, Send, context_of
-from inferplane.serving.rendering import Rendering, encode_json, gather_choices
+from inferplane.serving.kserve.names import error_body
+from inferplane.serving.rendering import Rendering, gather_choices
 from inferplane.serving.service import Service
 from inferplane.serving.tracing import trace_headers
 
@@ -88,8 +89,8 @@ class GenerateResponse(Response):
 
     async def _answer_at_once(self, generation: Generation, scope: Scope, receive: Receive, send: Send) -> None:
         choices = await gather_choices(generation)
-        data = encode_json(self._rendering.full_response(generation, choices))
-        response = Response(data, media_type="application/json", headers=report_ignored_fields(self._ignored))
+        data, headers = self._rendering.whole(generation, choices)
+        response = Response(data, headers={**headers, **report_ignored_fields(self._ignored)})
         self._started = True
         await response(scope, receive, send)
 
@@ -196,10 +197,10 @@ def error_response(error: ApiError, body: Any) -> JSONResponse:
     return JSONResponse(body, error.status, headers)
 
 
-def openai_error_response(error: ApiError, scope: Scope) -> Response:
-    """Return an error in OpenAI's form, and note its code for the log."""
+def plain_error_response(error: ApiError, scope: Scope) -> Response:
+    """Return an error in the form of its path, OpenAI's or KServe's, and note its code for the log."""
     context_of(scope).facts["error"] = error.code
-    return error_response(error, error.body())
+    return error_response(error, error_body(error, scope["path"]))
 
 
 async def run_handler(service: Service, handler: Handler, scope: Scope, receive: Receive, send: Send) -> None:
@@ -208,8 +209,8 @@ async def run_handler(service: Service, handler: Handler, scope: Scope, receive:
         response = await handler(scope, (await receive())["body"])
     except ApiError as error:
         service.count_refusal(error)
-        response = openai_error_response(error, scope)
+        response = plain_error_response(error, scope)
     except Exception:
-        await openai_error_response(internal(), scope)(scope, receive, send)
+        await plain_error_response(internal(), scope)(scope, receive, send)
         raise  # the gate logs it
     await response(scope, receive, send)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inferplane.serving.admission import Deadline
+from inferplane.serving.bodies import HeldMemory
 from inferplane.serving.http.chunks import ChunkWriter
 from inferplane.serving.keys import AccessKey
 from inferplane.serving.shared_state.slots import SlotReservation
@@ -33,6 +34,7 @@ class RequestContext:
         reservation: the slot acquired for a request that generates.
         is_traced: a span of OpenTelemetry covers the request, if there are spans.
         deadline: of a request that generates, once its time limit is known.
+        held: the memory that the request takes, of the gate.
     """
 
     request_id: str
@@ -42,6 +44,7 @@ class RequestContext:
     reservation: SlotReservation | None = None
     is_traced: bool = False
     deadline: Deadline | None = None
+    held: HeldMemory | None = None
 
 
 def context_of(scope: Scope) -> RequestContext:

@@ -1,4 +1,4 @@
-"""Parses a `ModelInferRequest`, in the source system's form (`IN`) or as typed tensors.
+"""Parses a request for inference, in the source system's form (`IN`) or as typed tensors.
 
 `IN` holds a request of the native dialect as JSON, an object or a list of one; `OUT` returns its events as JSON. Typed
 requests have `text_input` or `input_ids`, and parameters as one-element tensors, as the request's parameters, or as a
@@ -24,7 +24,7 @@ from inferplane.serving.admission import Deadline, GenerateCall, check_prompt_le
 from inferplane.serving.bodies import LARGE_BYTES, HeldMemory, object_bytes, parse_json
 from inferplane.serving.errors import invalid
 from inferplane.serving.generation import Generation, Piece
-from inferplane.serving.grpc import tensors
+from inferplane.serving.kserve import tensors
 from inferplane.serving.rendering import GeneratedChoice, encode_json
 from inferplane.serving.request_fields import REFUSED, Refused, check_unknown
 from inferplane.serving.service import Service
@@ -71,7 +71,7 @@ class TensorRendering(Protocol):
 
 @dataclass(frozen=True)
 class InferCall:
-    """A parsed `ModelInferRequest`.
+    """A parsed request for inference.
 
     Args:
         call: the call that it makes.
@@ -129,19 +129,26 @@ class TypedTensors:
         return found
 
 
-async def parse_infer_request(request: Any, service: Service, held: HeldMemory) -> InferCall:
-    """Parse a `ModelInferRequest`.
+def longest_inputs(service: Service) -> dict[str, int]:
+    """Return the most elements of the inputs that may have several."""
+    return {"input_ids": service.ready_model.info.max_model_len, "stop_token_ids": MAX_STOP_TOKEN_IDS}
+
+
+async def parse_infer_request(
+    given: Mapping[str, list[Any]], parameters: Mapping[str, Any], request_id: str, service: Service, held: HeldMemory
+) -> InferCall:
+    """Parse a request.
 
     Args:
-        request: the message.
+        given: its inputs, of `tensors.read`.
+        parameters: of the request, by name.
+        request_id: the client's id; "": there is none.
         service: reads what is long, and knows the model.
         held: gets what the values of the request take.
 
     Raises:
         ApiError: it is invalid; `param` names the tensor or field.
     """
-    max_model_len = service.ready_model.info.max_model_len
-    given = tensors.read(request, {"input_ids": max_model_len, "stop_token_ids": MAX_STOP_TOKEN_IDS})
     if NATIVE_INPUT in given:
         if len(given) > 1:
             extra = next(name for name in given if name != NATIVE_INPUT)
@@ -149,12 +156,11 @@ async def parse_infer_request(request: Any, service: Service, held: HeldMemory) 
         values = _one(NATIVE_INPUT, given[NATIVE_INPUT])
         if isinstance(values, bytes):
             held.add(await service.read(len(values), object_bytes, values))
-        return await _native(values, request.id, service, _timeout_s(tensors.parameters(request)))
+        return await _native(values, request_id, service, _timeout_s(parameters))
     held.add(NUMBER_BYTES * sum(map(len, given.values())))
-    parameters = tensors.parameters(request)
     text = _sampling_text(given, parameters)
     held.add(await service.read(len(text), object_bytes, text))
-    return await service.read(len(text), _parse_typed, given, parameters, request.id)
+    return await service.read(len(text), _parse_typed, given, parameters, request_id)
 
 
 def _sampling_text(given: Mapping[str, list[Any]], parameters: Mapping[str, Any]) -> bytes:

@@ -1,0 +1,1 @@
+"""KServe's inference protocol, version 2, independent of the transport: names, tensors, requests."""
