@@ -34,9 +34,11 @@ def list_clients() -> list[str]:
 
 def run_client(name: str, live: Live, arguments: list[str]) -> int:
     """Run the tests of one client in its environment; the exit code of pytest."""
-    python = REPOSITORY / f".venv-client-{name}" / "bin" / "python"
-    own = ("-p", "no:cacheprovider", "--confcutdir", str(FOLDER), *PYTEST_ARGUMENTS.get(name, ()))
-    command = [str(python), "-m", "pytest", *own, str(FOLDER / name), str(PAGE), *arguments]
+    # Without this folder on the path: `pip install -e .` leaves metadata in it that names a plugin of pytest, and the
+    # client's environment lacks Inferplane.
+    pytest = REPOSITORY / f".venv-client-{name}" / "bin" / "pytest"
+    own = ("-o", "pythonpath=", "-p", "no:cacheprovider", "--confcutdir", str(FOLDER), *PYTEST_ARGUMENTS.get(name, ()))
+    command = [str(pytest), *own, str(FOLDER / name), str(PAGE), *arguments]
     variables = {k: v for k, v in os.environ.items() if not k.startswith(("OPENAI_", "PYTEST_"))}
     variables |= {"CLIENTS_SERVER": live.url, "CLIENTS_GRPC": live.event("listening")["grpc"]}
     variables |= {"CLIENTS_NAME": name, "HF_HUB_OFFLINE": "1", "HF_HOME": str(BUILD / "hub")}
