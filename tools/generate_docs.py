@@ -1,7 +1,8 @@
 """Write docs/ops.md, docs/support-matrix.md, docs/family-matrix.md, docs/code-map.md, docs/models.md and
-docs/other-engines.md from the code and the dated evidence; `--check` fails when one is stale.
+docs/other-engines.md from the code and the dated evidence, and the tables of docs/coming-from-paddlenlp.md; `--check`
+fails when one is stale.
 
-These pages have no text of their own: ops come from their classes, kernels from the backends' declarations, levels from
+The others have no text of their own: ops come from their classes, kernels from the backends' declarations, levels from
 `backends/*/evidence/*.json`, the map from the first sentences of modules and the floors of `pyproject.toml`. Without
 evidence the matrix says "unverified".
 """
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import family_page
+import source_page
 import torch
 
 from inferplane.cli.evidence import Evidence
@@ -294,6 +296,7 @@ def main() -> int:
         "docs/code-map.md": map_page(),
         "docs/models.md": models_page(),
         "docs/other-engines.md": other_engines_page(),
+        **source_page.pages(ROOT),
     }
     stale = [name for name, text in pages.items() if not (ROOT / name).exists() or (ROOT / name).read_text() != text]
     if arguments.check:

@@ -42,6 +42,24 @@ def test_it_serves_unless_a_verb_is_named(tmp_path):
     assert branch.strip().rstrip(")").split(" | ") == list(VERBS)
 
 
+@pytest.mark.parametrize("words", [("/bin/bash", "-c", "-ex", "inferplane x"), ("bash", "-c", "inferplane x")])
+def test_a_shell_runs_as_it_is(tmp_path, words):
+    """The source system's lines run one; its server has the source system's port, not the container's."""
+    run, variables = start(tmp_path, *words)
+    assert run == ["x"] and variables == {}
+
+
+def test_the_source_system_s_programs_run_its_commands(tmp_path):
+    python = tmp_path / "python3"
+    python.write_text('#!/bin/sh\nfor word in "$@"; do echo "word $word"; done\n')
+    python.chmod(0o755)
+    path = f"{DEPLOY / 'source'}:{tmp_path}:/usr/bin:/bin"
+    for name, words in (("start_server", ["a/b", "--port", "1"]), ("stop_server", ["60"])):
+        done = subprocess.run(["sh", str(SCRIPT), name, *words], env={"PATH": path}, capture_output=True, text=True)
+        said = [line.removeprefix("word ") for line in done.stdout.splitlines()]
+        assert said == ["-m", "inferplane.source", name, *words], done.stderr
+
+
 def test_ports_are_the_container_s_unless_a_variable_names_them(tmp_path):
     variables = start(tmp_path)[1]
     settings = resolve({}, variables).settings

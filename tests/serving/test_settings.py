@@ -43,23 +43,23 @@ def test_every_name_of_the_source_system_means_a_setting():
         **{"PUSH_MODE_HTTP_WORKERS": "1", "MP_NUM": "1", "DISABLE_STREAMING": "1", "USE_CACHE_KV_INT8": "1"},
         **{"MODEL_DIR": "/models", "USE_HF_TOKENIZER": "1", "USE_WARMUP": "0", "OUTPUT_LOG_TO_CONSOLE": "1"},
     }
-    understood = {*source_names.NAMES, *source_names.WITHOUT_EFFECT, *source_names.ONLY}
+    understood = {*source_names.NAMES, *source_names.WITHOUT_EFFECT, *source_names.LAUNCH, *source_names.DERIVED}
     assert set(published) <= understood
     found = resolve({}, published).settings
     assert (found.port, found.health_port, found.metrics_port) == (9965, 8110, 8722)
     assert (found.max_prompt_tokens, found.max_output_tokens, found.max_num_seqs) == (8192, 1024, 48)
     assert (found.max_waiting, found.disable_streaming, found.kv_cache_dtype) == (128, True, "int8")
     assert (found.model, found.native_text) == ("/models", "raw")
+    assert found.kv_cache_tokens == 5 * 8192
     notes = " ".join(resolve({}, published).notes)
     assert all(name in notes for name in ("BLOCK_BS", "BLOCK_RATIO", "INTER_PROC_PORT"))
 
 
-@pytest.mark.parametrize("variable", ["MP_NUM", "MP_NNODE"])
-def test_what_is_not_supported_is_refused_not_ignored(variable):
-    with pytest.raises(UsageError, match=variable):
-        resolve({}, {variable: "2"})
-    with pytest.raises(UsageError, match="torchrun"):
-        resolve({}, {variable: "2"})
+def test_processes_that_share_the_model_are_requested_not_ignored():
+    assert resolve({}, {}).launch is None
+    assert resolve({}, {"MP_NUM": "2"}).launch == (2, 1, (), None)
+    with pytest.raises(UsageError, match="MP_NNODE=2 with POD_IPS=''"):
+        resolve({}, {"MP_NNODE": "2"})
 
 
 @pytest.mark.parametrize("variable", ["DISABLE_STREAMING", "USE_CACHE_KV_INT8", "USE_HF_TOKENIZER"])

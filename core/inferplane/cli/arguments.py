@@ -9,10 +9,18 @@ import os
 import shlex
 import shutil
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from inferplane.engine.clients.options import ALL_OPTIONS, SpeculativeOptions, check_quantization, flags, help_text
+from inferplane.engine.clients.options import (
+    ALL_OPTIONS,
+    PLAIN_PARTS,
+    SpeculativeOptions,
+    check_quantization,
+    flags,
+    help_text,
+)
 from inferplane.engine.request.other_engines import advice, as_flag
 from inferplane.errors import UsageError
 
@@ -103,9 +111,10 @@ class Parser(argparse.ArgumentParser):
 
     def _unknown(self, rest: Sequence[str]) -> UsageError:
         known = [name for name in self._option_string_actions if name.startswith("--")]
+        shown = [name for name in known if name not in getattr(self._option_string_actions[name], "aliases", ())]
         options = [word.partition("=")[0] for word in rest if word.startswith("-") and not word[1:2].isdigit()]
         elsewhere = [found for word in options if (found := advice(LONG_NAMES.get(word, word), as_flag))]
-        close = [near for word in options if (near := _find_near(word, known))]
+        close = [near for word in options if (near := _find_near(word, shown) or _find_near(word, known))]
         if options:
             what = f"option{'s' * (len(options) > 1)} {' and '.join(map(repr, options))}"
         else:
@@ -267,8 +276,8 @@ def add_speculation(parser: Parser) -> None:
     add_option(group, "speculative_method")
     drafts = f"{help_text('num_speculative_tokens')}; left out: {DRAFTS} with a method"
     add_option(group, "num_speculative_tokens", default=None, help=drafts)
-    add_option(group, "speculative_model")
-    add_option(group, "speculative_quantization")
+    for name in ("speculative_model", "speculative_quantization", *PLAIN_PARTS):
+        add_option(group, name)
 
 
 def speculation(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -277,14 +286,12 @@ def speculation(args: argparse.Namespace) -> dict[str, Any] | None:
     Raises:
         UsageError: drafts without a method.
     """
-    names = ("num_speculative_tokens", "speculative_model", "speculative_quantization")
-    given = {name: value for name in names if (value := getattr(args, name)) is not None}
-    if args.speculative_method is None and given:
-        raise UsageError(
-            f"{next(iter(given))} without --speculative-method.",
-            remedy="name the method, as in --speculative-method mtp",
-        )
-    return SpeculativeOptions(args.speculative_method, **{"num_speculative_tokens": DRAFTS, **given}).config()
+    given = {f.name: getattr(args, f.name) for f in fields(SpeculativeOptions)}
+    given = {name: value for name, value in given.items() if value is not None}
+    if given and "speculative_method" not in given:
+        what = f"{next(iter(given))} without --speculative-method."
+        raise UsageError(what, remedy="name the method, as in --speculative-method mtp")
+    return SpeculativeOptions(**{"num_speculative_tokens": DRAFTS, **given}).config()
 
 
 def add_generating(parser: Parser, *, max_tokens: int) -> None:

@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     screen = Screen(json="--json" in words, debug="--debug" in words)
+    return guard(lambda: _run(words, screen), screen)
+
+
+def guard(run: Callable[[], int], screen: Screen) -> int:
+    """Run a command, and turn its error into words on the screen and an exit code."""
     try:
-        code = _run(words, screen)
+        code = run()
         sys.stdout.flush()
     except KeyboardInterrupt:
         code = INTERRUPTED

@@ -13,7 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from inferplane.engine.clients.options import quantization_remedy
+from inferplane.engine.clients.options import PLAIN_PARTS, quantization_remedy
+from inferplane.engine.request.arguments import NO_DRAFTS
 from inferplane.engine.request.other_engines import advice
 from inferplane.errors import UsageError
 from inferplane.serving import source_names
@@ -24,7 +25,7 @@ PREFIX = "INFERPLANE_"
 FILE_VARIABLE = f"{PREFIX}CONFIG"
 PLUGIN_GROUP = "inferplane.plugins"
 """Defined in `inferplane.plugins` too, whose import would import torch."""
-NOT_SETTINGS = {FILE_VARIABLE, f"{PREFIX}PLUGINS", f"{PREFIX}NO_NATIVE", f"{PREFIX}MODELS"}
+NOT_SETTINGS = {FILE_VARIABLE, f"{PREFIX}PLUGINS", f"{PREFIX}NO_NATIVE", f"{PREFIX}MODELS", f"{PREFIX}SERVER_DIR"}
 """Variables with the prefix that are not settings of the server. A plugin's begin with the prefix and its name."""
 
 
@@ -36,11 +37,13 @@ class ResolvedSettings:
         settings: the values.
         origins: setting -> "default", "flag --x", "variable X" or "file: path".
         notes: what the user should know, as sentences.
+        launch: the processes that share the model, by the source system's variables; None: these name none.
     """
 
     settings: ServerSettings
     origins: Mapping[str, str]
     notes: tuple[str, ...] = ()
+    launch: source_names.LaunchRequest | None = None
 
     def mask_secrets(self) -> dict[str, Any]:
         """Return all values, with secrets masked."""
@@ -65,7 +68,8 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str], path: str | No
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    sources, notes = _sources(flags, environ, path)
+    source = source_names.read(environ)
+    sources, notes = _sources(flags, environ, path, source.found)
     for given in sources:
         named: dict[str, tuple[str, str]] = {}  # setting -> its name as given and its origin, of this source
         for given_name, (origin, value) in given.items():
@@ -80,14 +84,19 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str], path: str | No
                 values[name], origins[name] = _convert(FIELDS[name], value, origin), origin
     settings = ServerSettings(**values)
     _check_together(settings)
-    return ResolvedSettings(settings, {name: origins.get(name, "default") for name in FIELDS}, tuple(notes))
+    notes += [*source.notes, *_find_unused_parts(settings, origins)]
+    every_origin = {name: origins.get(name, "default") for name in FIELDS}
+    return ResolvedSettings(settings, every_origin, tuple(notes), source.launch)
 
 
 _Given = dict[str, tuple[str, Any]]
 
 
-def _sources(flags: Mapping[str, Any], environ: Mapping[str, str], path: str | None) -> tuple[list[_Given], list[str]]:
-    """Return the given settings by source, the source that decides first, and notes."""
+def _sources(
+    flags: Mapping[str, Any], environ: Mapping[str, str], path: str | None, by_source: _Given
+) -> tuple[list[_Given], list[str]]:
+    """Return the given settings by source, the source that decides first, and notes; `by_source` are those of the
+    source system's variables."""
     by_flag = {name: (_flag_origin(name, value), value) for name, value in flags.items()}
     by_variable: _Given = {}
     notes = []
@@ -104,10 +113,9 @@ def _sources(flags: Mapping[str, Any], environ: Mapping[str, str], path: str | N
             hint = f"; perhaps {PREFIX}{near[0].upper()} was meant" if near else ""
             hint = f"; {found}" if (found := advice(name)) else hint
             notes.append(f"the variable {variable} names no setting of the server{hint}")
-    by_source, more = source_names.read(environ)
     named = {name: (f"variable {variable}", value) for name, (variable, value) in by_source.items()}
     path = path or environ.get(FILE_VARIABLE)
-    return [by_flag, by_variable, named, _read_file(path) if path else {}], [*notes, *more]
+    return [by_flag, by_variable, named, _read_file(path) if path else {}], notes
 
 
 def _flag_origin(name: str, value: Any) -> str:
@@ -229,9 +237,27 @@ def _check_together(settings: ServerSettings) -> None:
         have, other = ("key", "cert") if settings.tls_cert is None else ("cert", "key")
         raise UsageError(f"tls_{have} without tls_{other}: TLS needs both.", remedy=f"also pass tls_{other}")
     grpc_ports = settings.grpc_port, settings.grpc_health_port
-    ports = [p for p in (settings.port, settings.health_port, settings.metrics_port, *grpc_ports) if p]
+    ports = [p for p in (settings.port, settings.health_port, settings.metrics_port, *grpc_ports) if p and p > 0]
+    if settings.port < 0 and settings.grpc_port is None:
+        what = f"port = {settings.port} turns HTTP off, and there is no other service."
+        raise UsageError(what, remedy="name a port, or a grpc_port")
+    if settings.port < 0 and settings.http_workers > 1:
+        raise UsageError(f"http_workers = {settings.http_workers} without HTTP.", remedy="leave it out, or name a port")
+    if settings.kv_cache_bytes is not None and settings.kv_cache_tokens is not None:
+        raise UsageError(
+            "kv_cache_bytes and kv_cache_tokens are two sizes of one cache.", remedy="leave one of them out (BLOCK_BS)"
+        )
     if len(set(ports)) != len(ports):
         raise UsageError(
             f"Two services on one port ({', '.join(map(str, ports))}).",
             remedy="leave out health_port and metrics_port, which port serves as well; gRPC needs a port of its own",
         )
+
+
+def _find_unused_parts(settings: ServerSettings, origins: Mapping[str, str]) -> list[str]:
+    """Notes on parts of speculation that were given without a method; the source system's have notes of their own."""
+    if settings.speculative_method not in (None, *NO_DRAFTS):
+        return []
+    parts = ("num_speculative_tokens", "speculative_model", "speculative_quantization", *PLAIN_PARTS)
+    given = [name for name in parts if name in origins and not origins[name].startswith("variable SPECULATE_")]
+    return [f"{name} has no effect without speculative_method ({origins[name]})" for name in given]

@@ -26,7 +26,7 @@ def _option(name: str, section: str, **more: Any) -> Any:
     option = ALL_OPTIONS[name]
     of = {key: option.metadata.get(key) for key in ("metavar", "choices")}
     if "minimum" in option.metadata:
-        of["range"] = (option.metadata["minimum"], None)
+        of["range"] = (option.metadata["minimum"], option.metadata.get("maximum"))
     given = {"default": option.default, "words": help_text(name), "section": section, **of, **more}
     return _setting(**given)
 
@@ -84,14 +84,21 @@ class ServerSettings:
     max_num_seqs: int = _engine_option("max_num_seqs")
     max_num_batched_tokens: int = _engine_option("max_num_batched_tokens")
     kv_cache_bytes: int | None = _engine_option("kv_cache_bytes", range=(1, None), bytes=True)
+    kv_cache_tokens: int | None = _engine_option("kv_cache_tokens")
     enable_prefix_caching: bool = _engine_option("enable_prefix_caching")
     speculative_method: str | None = _engine_option("speculative_method")
     num_speculative_tokens: int = _engine_option("num_speculative_tokens")
     speculative_model: str | None = _engine_option("speculative_model")
     speculative_quantization: str | None = _engine_option("speculative_quantization")
+    prompt_lookup_max: int | None = _engine_option("prompt_lookup_max")
+    verify_strategy: str | None = _engine_option("verify_strategy")
+    max_candidates: int | None = _engine_option("max_candidates")
+    verify_window: int | None = _engine_option("verify_window")
 
     host: str = _network("127.0.0.1", "address to listen on; 0.0.0.0: all addresses of this machine", metavar="A")
-    port: int = _network(8000, "port of all HTTP routes; 0: any free port", range=PORT, metavar="P")
+    port: int = _network(
+        8000, "port of all HTTP routes; 0: any free port; -1: none, gRPC alone", range=(-1, 65535), metavar="P"
+    )
     health_port: int | None = _network(
         None, "health routes also on a port and a thread of their own", range=PORT, metavar="P"
     )

@@ -22,7 +22,8 @@ METHODS = re.compile(r"(llm|result)\.(\w+)")
 
 
 def test_there_is_a_page_for_each_engine_whose_users_ask():
-    assert [page.stem for page in PAGES] == ["coming-from-llama-cpp", "coming-from-ollama", "coming-from-vllm"]
+    engines = ["llama-cpp", "ollama", "paddlenlp", "vllm"]
+    assert [page.stem for page in PAGES] == [f"coming-from-{engine}" for engine in engines]
     assert len(ROWS) > 80 and {row.page for row in ROWS} == {page.name for page in PAGES}
 
 

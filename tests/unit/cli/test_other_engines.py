@@ -43,8 +43,7 @@ from inferplane.serving.settings import FIELDS
         (("serve", "--model-id", "x"), "TGI's --model-id is the word behind the verb here"),
         (
             ("serve", "--max-total-tokens", "9"),
-            "SGLang's --max-total-tokens is --kv-cache-bytes here (bytes instead of tokens); TGI's --max-total-tokens "
-            "is --max-model-len here",
+            "SGLang's --max-total-tokens is --kv-cache-tokens here; TGI's --max-total-tokens is --max-model-len here",
         ),
         (("serve", "--quantize", "awq", "--ssl-keyfile", "x"), "; vLLM's --ssl-keyfile is --tls-key here"),
         (("generate", "--max-modle-len", "3"), "perhaps --max-model-len was meant"),

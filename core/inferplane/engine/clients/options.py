@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING, Any
 from inferplane.engine.request.arguments import (
     DRAFT_ALIASES,
     DRAFT_METHODS,
+    MAX_CANDIDATES,
     MAX_INTEGER,
+    MAX_LOOKUP_TOKENS,
+    MAX_SPECULATIVE_TOKENS,
+    NO_DRAFTS,
+    VERIFY_STRATEGIES,
     as_bool,
     as_integer,
     current_names,
@@ -48,6 +53,9 @@ ALIASES = {
     "draft_model_name_or_path": "speculative_model",
     "draft_model_quant_type": "speculative_quantization",
     "draft_quantization": "speculative_quantization",
+    "speculate_max_ngram_size": "prompt_lookup_max",
+    "speculate_max_candidate_len": "max_candidates",
+    "speculate_verify_window": "verify_window",
 }
 """Other name of a flag or of a setting -> its name. They work everywhere; help does not show them."""
 QUANTIZATIONS = ("weight_only_int8", "weight_only_int4", "a8w8", "a8w8_fp8_wint4")
@@ -126,6 +134,7 @@ class EngineOptions:
             goes on and schedules; in the others this call runs its steps, and ends the process when rank 0 closes the
             model.
         capture: capture decode steps and replay them, on devices that can; False runs every step eagerly.
+        kv_cache_tokens: as kv_cache_bytes, in tokens: the cache holds so many, of all sequences together.
 
     Raises:
         UsageError: a value has the wrong type, or is out of range.
@@ -156,6 +165,7 @@ class EngineOptions:
     speculative_config: Any = None
     tensor_parallel_size: int | None = _option(None, minimum=1)
     capture: bool = True
+    kv_cache_tokens: int | None = _option(None, "N", minimum=1)
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -170,6 +180,9 @@ class EngineOptions:
             if "types" in checks and not isinstance(value, checks["types"]):
                 raise UsageError(f"{name} = {value!r}.", there_is=checks["form"])
         check_quantization(self.quantization)
+        if self.kv_cache_bytes is not None and self.kv_cache_tokens is not None:
+            what = f"kv_cache_bytes = {self.kv_cache_bytes} with kv_cache_tokens = {self.kv_cache_tokens}."
+            raise UsageError(what, there_is="one size of the cache", remedy="leave one of them out")
         torch = sys.modules.get("torch")  # a caller with one of its dtypes has imported it
         if not isinstance(self.dtype, str) and (torch is None or not isinstance(self.dtype, torch.dtype)):
             raise UsageError(f"dtype = {self.dtype!r}.", there_is=OPTIONS["dtype"].metadata["form"])
@@ -211,22 +224,35 @@ class SpeculativeOptions:
             model's own); demo-draft, demo-eagle: for the demo model.
         speculative_quantization: as quantization, for what drafts; none: as it is stored; left out: the model's, unless
             it has files of its own that are quantized already.
+        prompt_lookup_max: longest key, in tokens, that ngram searches for, 1 to 16; left out: 3.
+        verify_strategy: which drafts are accepted: rejection and target_match keep the model's distribution, greedy
+            keeps it at temperature 0, topp accepts any draft inside the nucleus; left out: rejection.
+        max_candidates: most members of the nucleus that topp accepts, 1 to 64; left out: 5.
+        verify_window: under topp, how many next drafts must be the most likely tokens to accept a second-best one, 0
+            to 7; left out: 2.
     """
 
-    speculative_method: str | None = _option(None, "METHOD", choices=(*DRAFT_METHODS, *DRAFT_ALIASES))
-    num_speculative_tokens: int = _option(1, "N", minimum=1)
+    speculative_method: str | None = _option(None, "METHOD", choices=(*DRAFT_METHODS, *DRAFT_ALIASES, *NO_DRAFTS))
+    num_speculative_tokens: int = _option(1, "N", minimum=1, maximum=MAX_SPECULATIVE_TOKENS)
     speculative_model: str | None = _option(None, "X")
     speculative_quantization: str | None = _option(None, "Q")
+    prompt_lookup_max: int | None = _option(None, "N", minimum=1, maximum=MAX_LOOKUP_TOKENS)
+    verify_strategy: str | None = _option(None, "S", choices=VERIFY_STRATEGIES)
+    max_candidates: int | None = _option(None, "N", minimum=1, maximum=MAX_CANDIDATES)
+    verify_window: int | None = _option(None, "N", minimum=0, maximum=MAX_SPECULATIVE_TOKENS)
 
     def config(self) -> dict[str, Any] | None:
         """The value of `speculative_config` for `LLM`; None if no method was chosen."""
-        if self.speculative_method is None:
+        if self.speculative_method in (None, *NO_DRAFTS):
             return None
         found = {"method": self.speculative_method, "num_speculative_tokens": self.num_speculative_tokens}
-        more = {"model": self.speculative_model, "draft_quantization": self.speculative_quantization}
+        more = {name: getattr(self, name) for name in PLAIN_PARTS}
+        more |= {"model": self.speculative_model, "draft_quantization": self.speculative_quantization}
         return {**found, **{name: value for name, value in more.items() if value is not None}}
 
 
+PLAIN_PARTS = ("prompt_lookup_max", "verify_strategy", "max_candidates", "verify_window")
+"""The parts of `speculative_config` that are called alike as flags and settings."""
 OPTIONS = {f.name: f for f in fields(EngineOptions)}
 """Every option of `LLM` by its name."""
 ALL_OPTIONS = {**OPTIONS, **{f.name: f for f in fields(SpeculativeOptions)}}

@@ -20,6 +20,13 @@ MAX_INTEGER = 2**31 - 1
 DRAFT_METHODS = ("ngram", "draft_model", "mtp", "eagle")
 DRAFT_ALIASES = {"inference_with_reference": "ngram", "draft": "draft_model"}
 """Other name of a method of speculation -> its name."""
+NO_DRAFTS = ("none", "None")
+"""Spellings of no method at all; the source system writes the second."""
+MAX_SPECULATIVE_TOKENS = 7
+"""A sequence with a decode token and this many drafts still counts as one with few query tokens."""
+MAX_LOOKUP_TOKENS, MAX_CANDIDATES = 16, 64
+"""Most tokens of the key of n-gram drafting, and most members of the nucleus that "topp" accepts."""
+VERIFY_STRATEGIES = ("rejection", "target_match", "greedy", "topp")
 
 
 def as_integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:

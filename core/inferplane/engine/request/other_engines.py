@@ -31,6 +31,7 @@ class OtherOption(NamedTuple):
 
 
 VLLM, SGLANG, LLAMA_CPP, OLLAMA, TGI = "vLLM", "SGLang", "llama.cpp", "Ollama", "TGI"
+FASTDEPLOY = "FastDeploy"
 BEHIND_VERB = "the word behind the verb"
 PRIORITY = "AsyncLLM.generate takes a priority; the server takes its clients in turns"
 LAUNCH = "torchrun --nproc-per-node N -m inferplane"
@@ -65,7 +66,7 @@ OTHER_OPTIONS: tuple[OtherOption, ...] = tuple(
         (VLLM, "model", "model", "", BEHIND_VERB),
         (VLLM, "gpu_memory_utilization", "kv_cache_bytes", BYTES),
         (VLLM, "kv_cache_memory_bytes", "kv_cache_bytes"),
-        (VLLM, "num_gpu_blocks_override", "kv_cache_bytes", "bytes instead of blocks"),
+        (VLLM, "num_gpu_blocks_override", "kv_cache_tokens", "tokens instead of blocks"),
         (VLLM, "tensor_parallel_size tp", "tensor_parallel_size", "torchrun starts the processes", LAUNCH),
         (VLLM, "pipeline_parallel_size pp", "", WHOLE),
         (VLLM, "data_parallel_size dp data_parallel_size_local data_parallel_address headless", "", REPLICAS),
@@ -133,7 +134,7 @@ OTHER_OPTIONS: tuple[OtherOption, ...] = tuple(
         (VLLM, "api_server_count", "http_workers"),
         (SGLANG, "model_path", "model", "", BEHIND_VERB),
         (SGLANG, "mem_fraction_static", "kv_cache_bytes", BYTES),
-        (SGLANG, "max_total_tokens", "kv_cache_bytes", "bytes instead of tokens"),
+        (SGLANG, "max_total_tokens", "kv_cache_tokens"),
         (SGLANG, "tp_size tp", "tensor_parallel_size", "torchrun starts the processes", LAUNCH),
         (SGLANG, "dp_size dp", "", REPLICAS),
         (SGLANG, "context_length", "max_model_len"),
@@ -235,6 +236,25 @@ OTHER_OPTIONS: tuple[OtherOption, ...] = tuple(
         (TGI, "hostname", "host"),
         (TGI, "json_output", "log_format", "json"),
         (TGI, "lora_adapters", "", MERGE),
+        (FASTDEPLOY, "max_concurrency", "max_connections"),
+        (FASTDEPLOY, "max_waiting_time", "max_waiting", "sequences that wait; more are refused at once"),
+        (FASTDEPLOY, "engine_worker_queue_port cache_queue_port", "", "the parts of the server need no ports"),
+        (FASTDEPLOY, "use_warmup", "", "kernels are tried out at every start"),
+        (
+            FASTDEPLOY,
+            "kv_cache_ratio static_decode_blocks",
+            "",
+            "prompts and generated tokens share one pool of blocks",
+        ),
+        (FASTDEPLOY, "max_long_partial_prefills", "max_num_batched_tokens", "tokens of a step"),
+        (FASTDEPLOY, "use_cudagraph graph_optimization_config", "capture", GRAPHS, IN_PYTHON),
+        (FASTDEPLOY, "disable_custom_all_reduce", "", "the device's own library joins the parts of ranks"),
+        (FASTDEPLOY, "splitwise_role innode_prefill_ports", "", "prefill, decode and cache are in one engine"),
+        (FASTDEPLOY, "guided_decoding_disable_any_whitespace", "", "constraints need the extra `constrained`"),
+        (FASTDEPLOY, "dynamic_load_weight", "", OPERATOR),
+        (FASTDEPLOY, "enable_logprob", "logprobs", "at most 20 a token", IN_REQUESTS),
+        (FASTDEPLOY, "tool_parser_plugin", "tool_call_parser", "a plugin may add forms"),
+        (FASTDEPLOY, "enable_mm", "", TEXT_ONLY),
     )
 )
 """Every row is an option as the engine's own documentation names it."""

@@ -88,6 +88,7 @@ class CacheMemory:
         budget_bytes: maximum size of the cache.
         windows: the widest attention window of the layers of each block table, in tokens; None: a layer attends to all
             tokens.
+        option: the option that sizes the cache, "kv_cache_bytes" or "kv_cache_tokens", for messages.
     """
 
     blocks: int
@@ -95,6 +96,7 @@ class CacheMemory:
     block_bytes: int
     budget_bytes: int
     windows: Windows = (None,)
+    option: str = "kv_cache_bytes"
 
     def max_sequence_tokens(self, limit: int, *, explicit_length: bool, explicit_budget: bool = False) -> int:
         """How many tokens a sequence may have in this cache: `limit`, or fewer if the blocks do not hold that many.
@@ -103,12 +105,13 @@ class CacheMemory:
         Args:
             limit: the number of tokens that the model allows, or `max_model_len`.
             explicit_length: max_model_len was set by the user; a shorter maximum is an error.
-            explicit_budget: kv_cache_bytes was set by the user; warn if it shortens sequences.
+            explicit_budget: the cache's size was set by the user; warn if it shortens sequences.
 
         Raises:
             CapacityError: the budget holds no block, or not the explicit length.
         """
         limit_bytes = self._max_blocks(limit) * self.block_bytes
+        size, enough = self._sizes(self._max_blocks(limit))
         if self.blocks < 1:
             raise CapacityError(
                 f"One KV block takes {self.block_bytes} bytes; the cache may take {self.budget_bytes}.",
@@ -120,7 +123,7 @@ class CacheMemory:
             raise CapacityError(
                 f"max_model_len = {limit} needs {self._max_blocks(limit)} KV blocks of {self.block_bytes} bytes.",
                 there_is=f"{self.budget_bytes} bytes for {self.blocks}",
-                remedy=f"lower max_model_len, or pass kv_cache_bytes={limit_bytes}",
+                remedy=f"lower max_model_len, or pass {self.option}={enough}",
             )
         longest, high = 0, limit - 1
         while longest < high:  # longer sequences need more blocks
@@ -133,11 +136,18 @@ class CacheMemory:
             )
         if explicit_budget:
             warn(
-                f"kv_cache_bytes = {self.budget_bytes} holds {self.blocks} KV blocks of {self.block_bytes} bytes: "
+                f"{self.option} = {size} holds {self.blocks} KV blocks of {self.block_bytes} bytes: "
                 f"sequences have at most {longest} of the model's {limit} tokens. "
-                f"To do: raise kv_cache_bytes, for example to {limit_bytes}."
+                f"To do: raise {self.option}, for example to {enough}."
             )
         return longest
+
+    def _sizes(self, blocks: int) -> tuple[int, int]:
+        """The size of this cache and that of one with so many blocks, as the option counts it."""
+        if self.option == "kv_cache_bytes":
+            return self.budget_bytes, blocks * self.block_bytes
+        tokens = self.block_tokens / len(self.windows)  # a block of each table for so many tokens
+        return int(self.blocks * tokens), int(blocks * tokens)
 
     def _max_blocks(self, tokens: int) -> int:
         """The largest number of blocks that a sequence holds at a time, if steps are as small as they may be."""
@@ -208,6 +218,31 @@ def place_caches(
 def count_slot_bytes(requests: Iterable[LayerRequests], dtype: torch.dtype) -> int:
     """Bytes of one slot of states in all layers, where `dtype` is the plan's."""
     return sum(request.states.count_bytes(dtype) for request in requests if request.states is not None)
+
+
+def count_budget(options: RunnerOptions, free_bytes: int, block_bytes: int, block_tokens: int, windows: Windows) -> int:
+    """Bytes that a cache may take: those of `kv_cache_tokens` or `kv_cache_bytes`, else a share of what is free.
+
+    Args:
+        options: of the model.
+        free_bytes: of memory beside weights and states.
+        block_bytes: of a block. block_tokens: tokens per block.
+        windows: of the block tables of a sequence, each of which has a block for the same tokens.
+
+    Raises:
+        CapacityError: `kv_cache_tokens` take more than is free.
+    """
+    if options.kv_cache_tokens is None:
+        return int(free_bytes * KV_SHARE) if options.kv_cache_bytes is None else options.kv_cache_bytes
+    wave_bytes = len(windows) * block_bytes
+    budget = -(-options.kv_cache_tokens // block_tokens) * wave_bytes
+    if budget > free_bytes:
+        raise CapacityError(
+            f"kv_cache_tokens = {options.kv_cache_tokens} takes {budget} bytes.",
+            there_is=f"{free_bytes} bytes beside the weights",
+            remedy=f"lower kv_cache_tokens (BLOCK_BS), to {free_bytes // wave_bytes * block_tokens} at most",
+        )
+    return budget
 
 
 def check_memory(state_bytes: int, num_sequences: int, free_bytes: int) -> None:

@@ -15,7 +15,7 @@ from inferplane.binding import link, view_of
 from inferplane.engine.runner.buckets import bucket_sizes
 from inferplane.engine.runner.capture import DecodeSteps
 from inferplane.engine.runner.estimate import check_fit
-from inferplane.engine.runner.kv_cache import KV_SHARE, CacheMemory, CachePlan, check_memory, place_caches
+from inferplane.engine.runner.kv_cache import CacheMemory, CachePlan, check_memory, count_budget, place_caches
 from inferplane.engine.runner.loading.weight_loading import read_weights
 from inferplane.engine.runner.model_files import ModelFiles
 from inferplane.engine.runner.options import Draft, RunnerOptions
@@ -186,22 +186,23 @@ class Runner(PlannedModel):
             CapacityError: the budget is too small.
         """
         block_bytes = self.block_bytes() + (self.draft.block_bytes() if self.draft is not None else 0)
-        budget, num_sequences = self.kv_budget_bytes, self.options.max_num_seqs
+        num_sequences, options = self.options.max_num_seqs, self.options
         free_bytes, state_bytes = self.backend.memory().free_bytes, num_sequences * self.count_state_bytes()
         if self.cache is None:
             check_memory(state_bytes, num_sequences, free_bytes)
+        windows, block_tokens, budget = self.windows, self.block_tokens, self.kv_budget_bytes
         if budget is None:
-            budget = int((free_bytes - state_bytes) * KV_SHARE)
-        windows, block_tokens = self.windows, self.block_tokens
+            budget = count_budget(options, free_bytes - state_bytes, block_bytes, block_tokens, windows)
         max_blocks = len(windows) * math.ceil(self.max_model_len / block_tokens) * num_sequences
         blocks = min(budget // block_bytes, max_blocks) if block_bytes else max_blocks
         if self.ranks is not None:
             blocks = self.ranks.agree(blocks, self.facts(), self.loaded.nbytes)
-        memory, options = CacheMemory(blocks, block_tokens, block_bytes, budget, windows), self.options
+        option = "kv_cache_bytes" if options.kv_cache_tokens is None else "kv_cache_tokens"
+        memory = CacheMemory(blocks, block_tokens, block_bytes, budget, windows, option)
         length = memory.max_sequence_tokens(
             self.max_model_len,
             explicit_length=options.max_model_len is not None,
-            explicit_budget=options.kv_cache_bytes is not None,
+            explicit_budget=options.kv_cache_bytes is not None or options.kv_cache_tokens is not None,
         )
         return CachePlan(blocks, budget, length)
 

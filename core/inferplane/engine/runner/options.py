@@ -43,6 +43,7 @@ class RunnerOptions:
         mtp_files: files of the prediction layers; None: the model's own.
         draft_quantization: scheme by which the weights of layers that draft are quantized while they are read, or
             "none"; None: as `drafters.choose_quantization` says.
+        kv_cache_tokens: tokens that the cache holds; None: `kv_cache_bytes` decides.
     """
 
     dtype: str | torch.dtype = "auto"
@@ -68,6 +69,7 @@ class RunnerOptions:
     ranks: int = 1
     mtp_files: ModelFiles | None = None
     draft_quantization: str | None = None
+    kv_cache_tokens: int | None = None
 
     @property
     def has_own_mtp(self) -> bool:

@@ -6,7 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from inferplane.engine.request.arguments import DRAFT_ALIASES, DRAFT_METHODS, as_bool, as_integer, current_names
+from inferplane.engine.request.arguments import (
+    DRAFT_ALIASES,
+    DRAFT_METHODS,
+    MAX_CANDIDATES,
+    MAX_LOOKUP_TOKENS,
+    NO_DRAFTS,
+    as_bool,
+    as_integer,
+    current_names,
+)
+from inferplane.engine.request.arguments import MAX_SPECULATIVE_TOKENS as MAX_SPECULATIVE_TOKENS
 from inferplane.engine.runner.loading.drafters import AS_STORED, choose_quantization
 from inferplane.engine.runner.model_files import ModelFiles
 from inferplane.engine.runner.options import Draft, RunnerOptions
@@ -16,9 +26,6 @@ from inferplane.renamed import old_attributes, old_names
 
 VerifyStrategy = Literal["rejection", "target_match", "greedy", "topp"]
 AcceptPolicy = Literal["normal", "accept_all", "reject_all"]
-
-MAX_SPECULATIVE_TOKENS = 7
-"""A sequence with a decode token and this many drafts still counts as one with few query tokens."""
 
 OLD_NAMES = {
     "speculate_method": "method",
@@ -87,8 +94,8 @@ class SpeculativeConfig:
                 raise UsageError(f"{name} = {getattr(self, name)!r}.", there_is=", ".join(known))
         ranges = (
             ("num_speculative_tokens", 1, MAX_SPECULATIVE_TOKENS),
-            ("prompt_lookup_max", 1, 16),
-            ("max_candidates", 1, 64),
+            ("prompt_lookup_max", 1, MAX_LOOKUP_TOKENS),
+            ("max_candidates", 1, MAX_CANDIDATES),
             ("verify_window", 0, MAX_SPECULATIVE_TOKENS),
         )
         for name, low, high in ranges:
@@ -112,7 +119,7 @@ class SpeculativeConfig:
 
     @classmethod
     def of(cls, value: Any) -> SpeculativeConfig | None:
-        """The config itself, or made from a mapping with its fields; None stays None.
+        """The config itself, or made from a mapping with its fields; None stays None, as does a method of none.
 
         Raises:
             UsageError: it is neither, or a value is unknown or out of range.
@@ -127,6 +134,8 @@ class SpeculativeConfig:
         known = {f.name: f.default for f in fields(cls)}
         if odd := [name for name in named if name not in known]:
             raise UsageError(f"speculative_config names {odd[0]!r}.", there_is=", ".join(known))
+        if "method" in named and named["method"] in (None, *NO_DRAFTS):
+            return None
         if not isinstance(named.get("method"), str):
             method = named.get("method")
             raise UsageError(f"speculative_config has method = {method!r}.", there_is=", ".join(DRAFT_METHODS))

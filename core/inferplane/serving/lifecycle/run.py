@@ -37,6 +37,7 @@ from inferplane.serving.http.protocol import (
 )
 from inferplane.serving.keys import Keys, read_keys
 from inferplane.serving.lifecycle.descriptors import LoopErrors, limit_connections
+from inferplane.serving.lifecycle.notify import READY, notify
 from inferplane.serving.lifecycle.prepare import SIGNALS
 from inferplane.serving.lifecycle.workers import Workers
 from inferplane.serving.service import END_S, Service
@@ -251,6 +252,8 @@ class ServerProcess:
             facts.update(max_model_len=info.max_model_len, kv_blocks=info.kv_blocks, key=bool(self._setup.keys))
             facts["seconds"] = round(time.monotonic() - self._setup.started, 2)
             log.info("ready", extra={"facts": facts})
+            if not self._is_worker:
+                notify(READY)
 
     async def _start_grpc(self, addresses: dict[str, str]) -> Any:
         """Start the gRPC server and add its address to the others; None if the settings have no port for it."""

@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -35,6 +36,8 @@ from inferplane.serving import logs
 from inferplane.serving.configure import PLUGIN_GROUP, PREFIX, ResolvedSettings
 from inferplane.serving.keys import Keys, read_keys
 from inferplane.serving.lifecycle.descriptors import raise_limit
+from inferplane.serving.lifecycle.launch import launch_ranks
+from inferplane.serving.lifecycle.notify import FOLLOWS, notify
 from inferplane.serving.lifecycle.prepare import SIGNALS, import_tokenizers, open_engine
 from inferplane.serving.settings import FIELDS, ServerSettings
 from inferplane.serving.threads import run_in_daemon_thread
@@ -60,7 +63,8 @@ def run(resolved: ResolvedSettings, pins: Mapping[str, str]) -> int:
         The exit code.
 
     Raises:
-        UsageError: a package is missing, a port is taken, a key or certificate file cannot be read.
+        UsageError: a package is missing, a port is taken, a key or certificate file cannot be read, or fewer processes
+            share the model than the source system's variables request.
         InferplaneError: the model or the device is not there, or the model cannot be loaded.
     """
     settings = resolved.settings
@@ -69,6 +73,7 @@ def run(resolved: ResolvedSettings, pins: Mapping[str, str]) -> int:
     share_heap()
     logs.set_up(settings.log_format, settings.log_level)
     raise_limit()
+    launch_ranks(resolved.launch, settings.device, ("inferplane", *sys.argv[1:]))
     settings = locate_models(settings, pins)
     if "WORLD_SIZE" in os.environ:
         from inferplane.engine.runner.ranks import launcher_ranks
@@ -92,7 +97,7 @@ def run(resolved: ResolvedSettings, pins: Mapping[str, str]) -> int:
     with contextlib.ExitStack() as opened:
         sockets = {}
         for name, port in ports.items():
-            if port is not None:
+            if port is not None and port >= 0:
                 flag = "--port" if name == "http" else f"--{name}-port"
                 sockets[name] = opened.enter_context(contextlib.closing(listen(settings.host, port, flag)))
         for flag, port in (("--grpc-port", settings.grpc_port), ("--grpc-health-port", settings.grpc_health_port)):
@@ -108,6 +113,7 @@ def _run_follower(settings: ServerSettings, pins: Mapping[str, str]) -> int:
     from inferplane.engine import LLM
 
     log.info("following")
+    notify(FOLLOWS)
     LLM(settings.model, **engine_options(settings, pins))  # ends the process, unless each rank serves by itself
     return 0
 

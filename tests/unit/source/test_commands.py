@@ -1,0 +1,176 @@
+"""The documents' lines of predictor.py, export_model.py and download_model.py, run on a small model of a stand-in."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from inferplane.serving.settings import FIELDS
+from inferplane.source.__main__ import main
+from inferplane.source.flags import MODEL_FLAGS
+from tests.e2e.small_r1 import write
+from tests.unit.hub.conftest import VARIABLES
+from tests.unit.hub.hub_server import HubServer, Model, serving
+from tests.unit.support.documents import DocumentedCommand, commands_of
+
+REPOSITORIES = (
+    *("deepseek-ai/DeepSeek-R1", "meta-llama/Llama-2-7b-chat-hf", "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"),
+)
+QUANTIZATIONS = FIELDS["quantization"].metadata["choices"]
+PREDICTORS = [c for c in commands_of("python ") if "predictor.py" in c.text]
+EXPORTS = [c for c in commands_of("python ") if "export_model.py" in c.text]
+DOWNLOADS = commands_of("python download_model.py")
+SHORT = {"--max_length": "4", "--total_max_length": "64"}
+"""Sizes of the small model in place of those of 8K and 2K tokens."""
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    with serving() as server:
+        files = write(tmp_path_factory.mktemp("small") / "model")
+        for repository in REPOSITORIES:
+            server.add(repository, Model(files))
+        yield server
+
+
+@pytest.fixture
+def online(monkeypatch, tmp_path, hub: HubServer):
+    """Downloads are allowed, and lead to the stand-in; the working folder is an empty one."""
+    from huggingface_hub import constants
+
+    for name in (*VARIABLES, "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "INFERPLANE_OFFLINE", "INFERPLANE_MODELS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+    monkeypatch.setenv("INFERPLANE_DEVICE", "cpu")
+    monkeypatch.chdir(tmp_path)
+
+
+def words_of(command: DocumentedCommand, **changes: str) -> list[str]:
+    """A line as words for `main`, as the scripts in deploy/source pass them on; `changes` are values of flags."""
+    values = {name: value.replace("$PWD", ".") for name, value in command.variables.items()}
+    words = DocumentedCommand(command.text, values).words
+    at = next(n for n, word in enumerate(words) if word.endswith((".py", ".launch")))
+    words = [words[at].rpartition(".py")[0] or "launch", *words[at + 1 :]]
+    for flag, value in {**SHORT, **{f"--{name}": value for name, value in changes.items()}}.items():
+        if flag in words:
+            words[words.index(flag) + 1] = value
+    return words
+
+
+def on_one_machine(words: list[str]) -> list[str]:
+    """A line for two machines, without their addresses."""
+    if "--ips" in words:
+        at = words.index("--ips")
+        words = words[:at] + words[at + 2 :]
+    return words
+
+
+def value_of(words: list[str], flag: str) -> str | None:
+    return words[words.index(flag) + 1] if flag in words else None
+
+
+@pytest.mark.parametrize("command", PREDICTORS, ids=lambda c: f"{c.variables.get('QUANT_MODE')} {c.text[:60]}")
+def test_a_line_of_predictor_runs(command, online, tmp_path, capsys):
+    """`--mode static` reads the exported model, here the one that was exported from."""
+    model = REPOSITORIES[0] if "OUTPUT_PATH" in command.variables else None
+    words = words_of(command, **({"model_name_or_path": model} if model else {}))
+    if "--ips" in words:  # 16 devices on two machines: as it stands it ends with that
+        assert main(words) == 2
+        assert "16 processes (MP_NUM) on 2 machines need 8 devices on each" in capsys.readouterr().err
+    quantization = value_of(words, "--quant_type")
+    code = main(on_one_machine(words))
+    said = " ".join(capsys.readouterr().err.split())
+    if quantization is not None and quantization not in QUANTIZATIONS:
+        assert code == 2 and quantization in said
+        return
+    assert code == 0, said
+    (line,) = (tmp_path / "output.json").read_text(encoding="utf-8").splitlines()
+    assert set(json.loads(line)) == {"src", "tgt", "output"} and json.loads(line)["output"]
+    needless = [f"--{flag.name}" for flag in MODEL_FLAGS if flag.needless and f"--{flag.name}" in words]
+    assert needless and all(flag in said for flag in needless) and said.count("no switch is needed for") == 1
+    if "launch" in words[0]:
+        assert "8 devices are requested (MP_NUM), and there is one: the model is whole on it" in said
+
+
+@pytest.mark.parametrize("command", DOWNLOADS, ids=lambda c: c.text[24:])
+def test_a_line_of_download_model_runs(command, online, hub, tmp_path, capsys):
+    words = words_of(command)
+    code = main(words)
+    shown = capsys.readouterr()
+    name = command.variables["model_name"]
+    assert code == 0 and shown.out.strip() == name, shown.err
+    folder = tmp_path / name
+    assert (folder / "config.json").read_bytes() == hub.models[REPOSITORIES[0], "main"].files["config.json"]
+    assert ("each of the 2 machines downloads all of them" in shown.err) == ("--nnodes 2" in command.text)
+    assert ("nothing is written to" in shown.err) == ("--speculate_model_path" in command.text)
+    asked = len(hub.paths())
+    assert main(words) == 0 and len(hub.paths()) == asked  # what is there is used
+
+
+def test_prompts_of_a_file_are_continued(online, tmp_path, capsys):
+    lines = [{"src": "Hello", "tgt": "World"}, {"src": ["Hello", "And?"], "tgt": ["World", ""]}]
+    (tmp_path / "data.json").write_text("\n".join(map(json.dumps, lines)))
+    words = ["predictor", "--model_name_or_path", REPOSITORIES[0], "--max_length", "3", "--decode_strategy"]
+    words += ["greedy_search", "--data_file", "data.json", "--output_file", "out.json", "--batch_size", "2"]
+    assert main(words) == 0
+    found = [json.loads(line) for line in (tmp_path / "out.json").read_text(encoding="utf-8").splitlines()]
+    assert [(line["src"], line["tgt"]) for line in found] == [(line["src"], line["tgt"]) for line in lines]
+    assert "***********Output**********" in capsys.readouterr().out
+    assert main([*words, "--src_length", "2"]) == 1 and "--src_length 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "usage: python -m inferplane.source COMMAND"),
+        (["train"], "There is no command 'train'"),
+        (["predictor"], "There is no model"),
+        (["predictor", "--model", "demo"], "has no option '--model'"),
+        (["predictor", "--model_name_or_path", "demo", "--speculate_max_draft_token_num", "6"], "from 1 to 5"),
+        (["predictor", "--model_name_or_path", "demo", "--speculate_method", "guess"], "inference_with_reference"),
+        (["predictor", "--model_name_or_path", "demo", "--inference_model", "maybe"], "1, true, yes, on"),
+        (["predictor", "--model_name_or_path", "demo", "--decode_strategy", "beam_search"], "sampling, greedy_search"),
+        (["predictor", "--model_name_or_path", "demo", "--data_file", "absent"], "absent cannot be read"),
+        (["predictor", "--model_name_or_path", "deepseek-ai/DeepSeek-R1-3nodes"], "DeepSeek-R1-2nodes/a8w8_fp8"),
+        (["export_model", "--model_name_or_path", "demo"], "pass --output_path"),
+        (["download_model", "--mode", "slave"], "--mode slave without further machines"),
+        (["download_model", "--mode", "other"], "master, slave"),
+        (["download_model", "--model_name", "demo"], "is no name of a model on a hub"),
+        (["launch", "--gpus", "0", "train.py"], "'train' is no script that is launched"),
+        (["launch", "--gpus", "2,3", "predictor.py"], "processes take the visible devices, from 0"),
+        (["stop_server", "now"], "seconds to wait"),
+    ],
+)
+def test_a_slip_is_one_clear_error(words, said, capsys):
+    assert main(words) == 2
+    shown = capsys.readouterr()
+    assert said in shown.out + shown.err and "Traceback" not in shown.err
+
+
+@pytest.mark.parametrize("command", EXPORTS, ids=lambda c: f"{c.variables['QUANT_MODE']} {'--block_attn' in c.text}")
+def test_a_line_of_export_model_parses(command):
+    """Its flags; what it writes is tested where models are exported."""
+    from inferplane.source.flags import EXPORT_FLAGS, engine_options, explain_needless, model_of, parse, speculation
+
+    words = words_of(command)
+    flags = words[words.index("export_model.py") + 1 :]
+    args = parse("export_model", EXPORT_FLAGS, flags, "")
+    model = model_of(args)
+    assert model.repository == REPOSITORIES[0]
+    assert engine_options(args, model)["quantization"] == command.variables["QUANT_MODE"]
+    assert speculation(args, model) == {"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_max": 1}
+    assert "--append_attn" in explain_needless(EXPORT_FLAGS, args.given)
+
+
+def test_scripts_pass_their_words_on(tmp_path):
+    folder = Path(__file__).parents[3] / "deploy" / "source"
+    for name in ("predictor", "export_model", "download_model"):
+        assert f'main(["{name}", *sys.argv[1:]])' in (folder / f"{name}.py").read_text()
+    assert 'main(["launch", *sys.argv[1:]])' in (folder / "paddle" / "distributed" / "launch.py").read_text()
+    assert all(os.access(folder / name, os.X_OK) for name in ("start_server", "stop_server"))
