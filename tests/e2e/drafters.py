@@ -62,8 +62,10 @@ def noisy_copy(source: Path, folder: Path, noise: float = 0.1, seed: int = 9) ->
     save_file(tensors, folder / "model.safetensors")
 
 
-def with_mtp(folder: Path) -> None:
-    """Give a checkpoint of two layers an MTP module of random weights, named as published ones are."""
+def with_mtp(folder: Path, *, follows_tokens: bool = False) -> None:
+    """Give a checkpoint an MTP module of random weights, named as published ones are; with `follows_tokens` one that
+    begins with the next token's embedding, as the model itself does, and is right now and then.
+    """
     config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     (folder / "config.json").write_text(json.dumps(config))
     tensors, draw = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(6)
@@ -74,6 +76,9 @@ def with_mtp(folder: Path) -> None:
     for name in ("enorm", "hnorm", "shared_head.norm"):
         tensors[f"{new}{name}.weight"] = 1 + 0.3 * torch.randn(width, generator=draw)
     tensors[f"{new}eh_proj.weight"] = torch.randn(width, 2 * width, generator=draw) / math.sqrt(2 * width)
+    if follows_tokens:
+        passed = torch.cat((torch.eye(width), 0.3 * torch.eye(width)), 1)
+        tensors[f"{new}eh_proj.weight"] = passed.to(tensors["lm_head.weight"].dtype)
     tensors[f"{new}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors[f"{new}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, folder / "model.safetensors")

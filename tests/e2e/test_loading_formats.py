@@ -16,11 +16,8 @@ from inferplane.errors import CheckpointError, UsageError
 from inferplane.models import Build, Config, SafetensorsFolder, build
 from inferplane.quant import READERS, format_of
 from inferplane.types import Placement, QTensor
-from tests.e2e.checkpoints import PROMPT, edit_config
+from tests.e2e.checkpoints import FP8, PROMPT, edit_config, encode_fp8
 from tests.e2e.tiny_models import config_of, deepseek_config, llama_config, random_model
-
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-
 
 # ------------------------------------------------------------------ dtypes
 
@@ -65,29 +62,6 @@ def test_dtype_auto_is_the_checkpoints(copy):
 
 
 # ------------------------------------------------------------------ FP8 blocks
-
-
-def encode_fp8(tensors):
-    """Every projection in FP8 with 128 x 128 blocks; returns the checkpoint and its values, block by block."""
-    stored, values = {}, {}
-    for name, t in tensors.items():
-        stored[name] = values[name] = t
-        if not name.endswith(("_proj.weight", "_with_mqa.weight")) or "layers" not in name:
-            continue
-        rows, columns = -(-t.shape[0] // 128), -(-t.shape[1] // 128)
-        data, value, scale = (
-            torch.empty(t.shape, dtype=torch.float8_e4m3fn),
-            torch.empty(t.shape),
-            torch.empty(rows, columns),
-        )
-        for i in range(rows):
-            for j in range(columns):
-                at = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
-                scale[i, j] = t[at].abs().max() / 448 * (1 + 0.1 * i + 0.3 * j)
-                data[at] = (t[at] / scale[i, j]).to(torch.float8_e4m3fn)
-                value[at] = data[at].float() * scale[i, j]
-        stored[name], stored[f"{name}_scale_inv"], values[name] = data, scale, value
-    return stored, values
 
 
 @pytest.fixture(scope="module")
