@@ -143,6 +143,7 @@ VALUES = {
     "enable_prefix_caching": False,
     "speculative_method": "mtp",
     "speculative_model": "x",
+    "speculative_quantization": "weight_only_int8",
 }
 
 
