@@ -1,6 +1,6 @@
-"""Write docs/ops.md, docs/support-matrix.md, docs/family-matrix.md, docs/code-map.md, docs/models.md and
-docs/other-engines.md from the code and the dated evidence, and the tables of docs/coming-from-paddlenlp.md; `--check`
-fails when one is stale.
+"""Write docs/ops.md, docs/support-matrix.md, docs/family-matrix.md, docs/quantization-matrix.md, docs/code-map.md,
+docs/models.md and docs/other-engines.md from the code and the dated evidence, and the tables of
+docs/coming-from-paddlenlp.md; `--check` fails when one is stale.
 
 The others have no text of their own: ops come from their classes, kernels from the backends' declarations, levels from
 `backends/*/evidence/*.json`, the map from the first sentences of modules and the floors of `pyproject.toml`. Without
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import family_page
+import quantization_page
 import source_page
 import torch
 
@@ -293,6 +294,7 @@ def main() -> int:
         "docs/ops.md": ops_page(host),
         "docs/support-matrix.md": matrix_page(host),
         "docs/family-matrix.md": families_page(host),
+        "docs/quantization-matrix.md": HEAD + quantization_page.page(host),
         "docs/code-map.md": map_page(),
         "docs/models.md": models_page(),
         "docs/other-engines.md": other_engines_page(),

@@ -56,6 +56,10 @@ class Profile:
     """Families that the engine serves."""
     speculative: dict[str, dict[str, Any] | None] = {"drafts": DRAFTS}
     """How it serves them."""
+    quantized: dict[str, str] = {}
+    """What serves linear layers under each value of `quantization` that the vendor has a product for."""
+    dense_only: Collection[str] = ()
+    """Those of them under which experts are expanded."""
     providers: Collection[str] = ()
     """Of the kernels that may serve them: none that loops over sequences is among these."""
     mistakes_run = in_vendor_dtypes
@@ -86,6 +90,11 @@ class Profile:
             yield from ((family, "plain", schedule) for schedule in ("ragged", "token_by_token"))
         for family in ("llama", "qwen3_moe", "deepseek_v3"):
             yield from ((family, weights, "ragged") for weights in self.formats)
+
+    def quantized_models(self) -> Iterator[tuple[str, str, str]]:
+        """Scheme, kernel of linear layers and family of each model that the engine serves quantized."""
+        for scheme, kernel in self.quantized.items():
+            yield from ((scheme, kernel, f) for f in ("llama", "qwen3_moe")[: 1 if scheme in self.dense_only else 2])
 
     def attention(self, family: str) -> tuple[str, ...]:
         """Providers of attention, one of which serves the family."""

@@ -59,7 +59,6 @@ def test_agrees_with_the_op(gemm, rows, outputs, depth, columns, outliers, recor
     # row by row: one of them is a ten-thousandth of the others
     error = max(((g - w).abs().max() / w.abs().max()).item() for g, w in zip(got, want, strict=True))
     record_property("op", "linear")
-    record_property("kernel", "gluon:linear")
     record_property("kernel", "gluon_fp8:linear")
     record_property("error", error)
     record_property("tolerance", 0.008)

@@ -221,7 +221,7 @@ def _prepare_case(
         running = _kernels_run(op, kernel, bench, kind)
     except BindError as refused:
         return refused.what
-    return layouts, kind, tolerance + max((k.extra_error for k in running), default=0.0), running
+    return layouts, kind, tolerance + max((k.extra_error_of(op) for k in running), default=0.0), running
 
 
 def _bodies(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from inferplane.types import Kernel
+from inferplane.types import RANK_COMPOSED, Kernel
 
 REFERENCE = "reference"
 DECOMPOSITION = "decomposition"
@@ -51,6 +51,8 @@ class Choice:
         pin: name of the pin that decided.
         activation_quant_skipped: why the activation quantization that the checkpoint requests is not applied; empty if
             it is, or if none is requested.
+        kv_dtype_unread: the kernel that would run it if the KV cache were in the plan's dtype, where torch's operators
+            run it instead, in words; empty elsewhere.
     """
 
     op: str
@@ -68,6 +70,13 @@ class Choice:
     decided_by: DecidedBy = "rank"
     pin: str | None = None
     activation_quant_skipped: str = ""
+    kv_dtype_unread: str = ""
+
+    @property
+    def runs_on_torch(self) -> bool:
+        """Whether a hot op runs by operators of torch: its body, or a kernel composed from them."""
+        by_itself = self.own_hot or (self.hot and not self.binds_children)
+        return by_itself and (self.kernel is None or self.kernel.rank <= RANK_COMPOSED)
 
     @property
     def binds_children(self) -> bool:

@@ -35,8 +35,8 @@ def explain(plan: Plan, model_name: str = "") -> dict[str, Any]:
 
     Returns:
         `{schema, model, device, dtype, arch, assumed, kv_layouts, weight_bytes, sites: [...], copies: [...],
-        dequantized: [...], activation_quant_skipped: [...]}`. Layers that are bound alike share one entry,
-        "layers.1-60".
+        dequantized: [...], activation_quant_skipped: [...], expanded_bytes, on_torch: [...]}`. Layers that are bound
+        alike share one entry, "layers.1-60".
     """
     settings = plan.settings
     sites = []
@@ -59,6 +59,7 @@ def explain(plan: Plan, model_name: str = "") -> dict[str, Any]:
                         "ambiguous": c.ambiguous,
                         "weights_dequantized": c.dequantized,
                         "note": c.kernel.note if c.kernel else "",
+                        "kv_dtype_unread": c.kv_dtype_unread,
                     },
                     "rejected": [{"kernel": r.kernel, "rank": r.rank, "reason": r.reason} for r in c.rejected],
                 }
@@ -79,6 +80,8 @@ def explain(plan: Plan, model_name: str = "") -> dict[str, Any]:
         "copies": _copies(plan),
         "dequantized": _list_dequantized(plan),
         "activation_quant_skipped": _activation_quant_skipped(plan),
+        "expanded_bytes": plan.expanded_bytes,
+        "on_torch": _list_on_torch(plan),
     }
 
 
@@ -147,6 +150,15 @@ def _copies(plan: Plan) -> list[dict[str, Any]]:
 
 def _list_dequantized(plan: Plan) -> list[dict[str, Any]]:
     return [{"op": op, "format": f, "weights": len(ids)} for (op, f), ids in sorted(plan.dequantized.items())]
+
+
+def _list_on_torch(plan: Plan) -> list[dict[str, Any]]:
+    """Hot ops that torch's operators run, each with its kernels; "reference" is the op's body."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for _, _, _, choice in plan.distinct():
+        if choice.runs_on_torch:
+            found[choice.op].add(choice.label)
+    return [{"op": op, "kernels": sorted(kernels)} for op, kernels in sorted(found.items())]
 
 
 def _activation_quant_skipped(plan: Plan) -> list[dict[str, Any]]:

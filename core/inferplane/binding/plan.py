@@ -192,6 +192,21 @@ class Plan:
                     seen.add(id(choice))
                     yield kind, site, op, choice
 
+    def unread_caches(self) -> list[tuple[StepKind, str, Op, Choice]]:
+        """`(step kind, site, op, choice)` of hot ops that run on torch because of the KV cache's dtype."""
+        return [entry for entry in self.distinct() if entry[3].kv_dtype_unread]
+
+    @property
+    def expanded_bytes(self) -> int:
+        """Bytes, in the plan's dtype, of the quantized weights that are dequantized at load."""
+        expanded = set().union(*self.dequantized.values())
+        return sum(
+            self.nbytes(self.weights[i], name)
+            for i in expanded
+            for name, packing in self.packings[i].items()
+            if packing.dequantized
+        )
+
     def hot_references(self) -> list[tuple[str, str, str]]:
         """`(step kind, site, op)` of hot ops without a kernel."""
         out: list[tuple[str, str, str]] = []
@@ -254,6 +269,15 @@ def bind(
         raise BindError(
             f"strict=True, but {len(left)} hot op(s) of device {settings.device!r} have no kernel: {listed}.",
             remedy="drop strict, or see the reasons in `inferplane explain FOLDER --device D`",
+        )
+    if strict and (slow := plan.unread_caches()):
+        listed = first_of(
+            [f"{op.name} at {site} ({kind}): {choice.kv_dtype_unread}" for kind, site, op, choice in slow]
+        )
+        raise BindError(
+            f"strict=True, but {len(slow)} hot op(s) of device {settings.device!r} run on torch because of the KV "
+            f"cache's dtype: {listed}.",
+            remedy="leave kv_cache_dtype out, or drop strict",
         )
     return plan
 

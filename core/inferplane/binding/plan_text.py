@@ -12,7 +12,7 @@ from typing import Any
 
 from inferplane.binding.choice import DECOMPOSITION
 from inferplane.ops import OPS
-from inferplane.types import RANK_PORTABLE, RANK_TUNED
+from inferplane.types import PLAIN, RANK_PORTABLE, RANK_TUNED
 
 GAP = "  "
 NARROWEST_WHY = 16
@@ -37,9 +37,11 @@ class SiteRow:
 
     @property
     def needs_attention(self) -> bool:
-        """A hot op without a kernel, or kernels of equal rank."""
+        """A hot op without a kernel, or without one that reads the KV cache's dtype, or kernels of equal rank."""
         chosen = self.entry["chosen"]
-        return bool(chosen["ambiguous"]) or (OPS[self.entry["op"]].hot and chosen["provider"] == "core")
+        if chosen["ambiguous"] or chosen["kv_dtype_unread"]:
+            return True
+        return bool(OPS[self.entry["op"]].hot and chosen["provider"] == "core")
 
 
 def plan_lines(
@@ -96,9 +98,7 @@ def _head(data: Mapping[str, Any], architectures: Sequence[str]) -> Iterator[Lin
     layouts = ", ".join(sorted({layout["layout"] for layout in data["kv_layouts"]}))
     cache = f"KV layout {layouts}{_windows(data)}" if layouts else "no KV cache"
     yield [(data["model"] or "model", "bold"), (f" in {data['dtype']}{where}", "")]
-    size = data["weight_bytes"] / MIB
-    words = f"{size:,.1f} MiB" if size < 10 * 1024 else f"{size / 1024:,.1f} GiB"
-    yield [(f"weights {words}, {cache}", "")]
+    yield [(f"weights {_in_words(data['weight_bytes'])}, {cache}", "")]
     for drafter in data.get("drafters", ()):
         yield [(_format_drafter(drafter), "")]
     if states := data.get("states"):
@@ -188,6 +188,10 @@ def _foot(data: Mapping[str, Any], lines: list[SiteRow]) -> Iterator[Line]:
         weights = f"{copy['uses']} weights" if copy["uses"] > 1 else "1 weight"
         more = f"{weights} such as {copy['weight']}, {copy['extra_bytes']} bytes more"
         yield [(f"stored in {packings}: {more}", "")]
+    for item in data.get("quantized", ()):
+        to = "not quantized" if item["format"] == PLAIN else f"quantized to {item['format']} while read"
+        words = f"{item['weights']} weights of {item['op']} {to}"
+        yield [(f"{words}: {item['why']}", "")]
     for item in data["dequantized"]:
         words = f"dequantized at load: {item['weights']} weights of format {item['format']}"
         yield [(f"{words}, which no kernel of {item['op']} accepts here", "")]
@@ -197,14 +201,30 @@ def _foot(data: Mapping[str, Any], lines: list[SiteRow]) -> Iterator[Line]:
     steps = data.get("decode_steps")
     if steps is not None and not steps["off"]:
         yield [(format_captured_steps(steps), "")]
-    slow = sorted({row.entry["op"] for row in lines if row.needs_attention and not row.entry["chosen"]["ambiguous"]})
-    tied = sorted({row.entry["op"] for row in lines if row.entry["chosen"]["ambiguous"]})
+    marked: dict[str, set[str]] = {"slow": set(), "tied": set(), "unread": set()}
+    for row in lines:
+        chosen = row.entry["chosen"]
+        if row.needs_attention:
+            why = "tied" if chosen["ambiguous"] else "unread" if chosen["kv_dtype_unread"] else "slow"
+            marked[why].add(row.entry["op"])
+    slow, tied, unread = (marked[why] for why in ("slow", "tied", "unread"))
     if slow:
-        yield [(f"hot ops on their slow reference: {', '.join(slow)}; verbose shows why", "bold red")]
+        yield [(f"hot ops on their slow reference: {', '.join(sorted(slow))}; verbose shows why", "bold red")]
+    if unread:
+        yield [(f"hot ops on torch because of the KV cache's dtype: {', '.join(sorted(unread))}", "bold red")]
     if tied:
-        yield [(f"kernels of equal rank: {', '.join(tied)}; pin one", "bold red")]
-    if not slow and not tied:
+        yield [(f"kernels of equal rank: {', '.join(sorted(tied))}; pin one", "bold red")]
+    if not slow and not tied and not unread:
         yield [("every hot op has a kernel", "green")]
+    yield [(f"weights expanded at load: {_in_words(data['expanded_bytes'])}", "")]
+    names = ", ".join(f"{item['op']} ({', '.join(item['kernels'])})" for item in data["on_torch"])
+    yield [(f"hot ops on torch's own operators: {names or 'none'}", "")]
+
+
+def _in_words(nbytes: int) -> str:
+    """Bytes in words; "none" for 0."""
+    size = nbytes / MIB
+    return "none" if not nbytes else f"{size:,.1f} MiB" if size < 10 * 1024 else f"{size / 1024:,.1f} GiB"
 
 
 def format_captured_steps(data: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 from inferplane.binding.choice import DECOMPOSITION, REFERENCE, Choice, Dequantize, Options, Rejection
 from inferplane.binding.lock import signature
+from inferplane.binding.notes import note_activation_quant, note_cache_dtype
 from inferplane.errors import BindError, KernelError
 from inferplane.ops import EXTENSIONS, OPS, Op
 from inferplane.types import PLAIN, Context, Kernel, Weight
@@ -101,7 +102,9 @@ class Resolver:
             choice.children, choice.dequantize = {}, dequantize
             choice.dequantized = dequantize != "never"
             self._note_hidden_pins(op, choice)
-        self._note_activation_quant(op, choice)
+        note_activation_quant(op, choice, self.by_op[op.name])
+        able = [k for k in self.by_op[op.name] if k not in self.options.demoted]
+        note_cache_dtype(op, choice, able, self.ctx, self.formats(op))
         return choice
 
     def _note_hidden_pins(self, op: Op, c: Choice) -> None:
@@ -112,18 +115,6 @@ class Resolver:
             c.why += (
                 f"; replaces the ops below it, so the pin of {names} has no effect: pin this to 'decomposition' too"
             )
-
-    def _note_activation_quant(self, op: Op, c: Choice) -> None:
-        """Record whether the activation quantization that the checkpoint requests is applied."""
-        requested = op.activation_quants() - {""}
-        if not requested or (c.binds_children and not c.own_hot):
-            return
-        if c.kernel is not None and c.kernel.quantizes_activations_to in requested:
-            c.why += f"; quantizes activations to {c.kernel.quantizes_activations_to}, as the checkpoint requests"
-            return
-        able = {k.name for k in self.by_op[op.name] if k.quantizes_activations_to in requested}
-        lost = next((f"{r.kernel} is not chosen: {r.reason}" for r in c.rejected if r.kernel in able), "")
-        c.activation_quant_skipped = lost or f"no kernel of {op.name} quantizes them"
 
     def _accept(
         self,
@@ -212,12 +203,21 @@ class Resolver:
             found = self._native[op.key(), format] = any(
                 format in k.when.formats
                 and k not in self.options.demoted
+                and (not k.is_less_precise_than(op) or self._is_pinned(op, k))
                 and not k.refusals(
                     op, replace(self.ctx, step_kind=(*k.when.step_kinds, self.ctx.step_kind)[0]), {format}
                 )
                 for k in self.by_op[op.name]
             )
         return found
+
+    def _is_pinned(self, op: Op, kernel: Kernel) -> bool:
+        """Whether a pin of the op, wherever it is, names the kernel."""
+        return self.options.pins.get(op.name) in (kernel.provider, kernel.name) or any(
+            provider in (kernel.provider, kernel.name)
+            for name, provider in self.options.pins.items()
+            if name not in OPS
+        )
 
     def formats(self, op: Op) -> frozenset[str]:
         """Formats in which the weights of `op` and all ops below reach their kernels if each op is bound alone."""

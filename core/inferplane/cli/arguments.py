@@ -17,10 +17,10 @@ from inferplane.engine.clients.options import (
     ALL_OPTIONS,
     PLAIN_PARTS,
     SpeculativeOptions,
-    check_quantization,
     flags,
     help_text,
 )
+from inferplane.engine.request.arguments import check_quantization
 from inferplane.engine.request.other_engines import advice, as_flag
 from inferplane.errors import UsageError
 

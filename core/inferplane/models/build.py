@@ -283,7 +283,8 @@ class Build:
             if format in (embed.weight.format, stored) or stored != PLAIN:  # what is stored in few bits stays so
                 return LMHead(embed.weight)
             return LMHead(replace(embed.weight, format=format))  # the head alone is quantized, while it is read
-        return LMHead(self.weight((name,), (self.local_size("vocab_size", vocab), width), 0))
+        weight = self.weight((name,), (self.local_size("vocab_size", vocab), width), 0)
+        return LMHead(replace(weight, activation_quant=None))  # no kernel quantizes what the head reads
 
     def gather(self) -> AllGather | None:
         """The op that joins the ranks' columns of the logits; None on one rank."""

@@ -131,12 +131,12 @@ class LMHead(Op, name="lm_head", hot=True):
         """All rows, and the last row of each sequence."""
         op = LMHead(placeholder(101, 64))
 
-        def inputs(logits: int | None):  # type: ignore[no-untyped-def]  # noqa: ANN202 - returns a lambda
+        def inputs(logits: int | None, width: int = 64):  # type: ignore[no-untyped-def]  # noqa: ANN202 - returns a lambda
             def draw_inputs(d):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
                 batch = make_batch(
                     [Query([1], 3, [0], logits), Query([2, 3, 4], 0, [1], logits)], block_tokens=16, device=d.device
                 )
-                return d.normal(4, 64), batch
+                return d.normal(4, width), batch
 
             return draw_inputs
 
@@ -146,6 +146,8 @@ class LMHead(Op, name="lm_head", hot=True):
             Sample("int8_group", LMHead(placeholder(101, 64, format="int8_group")), inputs(1)),
             Sample("int4_group32", LMHead(placeholder(101, 64, format="int4_group32")), inputs(None)),
             Sample("int8_group16", LMHead(placeholder(101, 64, format="int8_group16")), inputs(None)),
+            Sample("int8_row", LMHead(placeholder(104, 64, format="int8_row")), inputs(1)),
+            Sample("int4_group", LMHead(placeholder(104, 256, format="int4_group")), inputs(1, 256)),
         ]
 
 

@@ -1,5 +1,6 @@
 """Quantized checkpoints: their formats, and the readers that turn them into `QTensor`s."""
 
+from inferplane.quant.choose import Chosen, choose_formats, make_reads, schemes_instead
 from inferplane.quant.formats import READERS, read_fp8_block, read_fp8_row, read_fp8_static, read_integers
 from inferplane.quant.online import (
     SCHEMES,
@@ -8,6 +9,7 @@ from inferplane.quant.online import (
     latent_formats,
     latent_request,
     quantize_on_load,
+    takes_as_stored,
 )
 from inferplane.quant.plugged import open_format
 from inferplane.quant.stored import QuantFormats, format_of, read_quant_config
@@ -16,14 +18,17 @@ from inferplane.quant.unpack import IntegerPacking, UnpackedSource
 __all__ = [
     "READERS",
     "SCHEMES",
+    "Chosen",
     "IntegerPacking",
     "QuantFormats",
     "UnpackedSource",
+    "choose_formats",
     "explain_no_savings",
     "format_of",
     "formats_read_by_row",
     "latent_formats",
     "latent_request",
+    "make_reads",
     "open_format",
     "quantize_on_load",
     "read_fp8_block",
@@ -31,4 +36,6 @@ __all__ = [
     "read_fp8_static",
     "read_integers",
     "read_quant_config",
+    "schemes_instead",
+    "takes_as_stored",
 ]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from inferplane.binding import Plan, PlanSettings, TensorSource
 from inferplane.errors import CheckpointError, UsageError
 from inferplane.ops import Embedding, MLAAbsorbed, MLAExpanded
 from inferplane.ops.formats import FORMATS, encode, limit
-from inferplane.quant.stored import FP8_BLOCKS, QuantFormats
+from inferplane.quant.stored import FP8_BLOCKS, FP8_ROWS, QuantFormats, find_stored_format
 from inferplane.types import PLAIN, ActivationQuant, Kernel, KVRequest, QTensor, Shard
 from inferplane.types.qtensor import scales
 
@@ -25,30 +26,50 @@ class OnlineScheme:
     """A value of the option `quantization`.
 
     Args:
-        dense: weight format of linear layers.
-        experts: weight format of routed experts.
-        head: weight format of the output head.
+        dense: weight formats of linear layers, the one with the smallest error first: each layer gets the first one
+            that a kernel of the device reads.
+        experts: weight formats of routed experts.
+        head: weight formats of the output head; none: it stays plain.
         activation_quants: weight format -> quantization of the activations multiplied by such weights; none for
             other formats.
+        stored: formats of checkpoints that are taken as they are.
     """
 
-    dense: str
-    experts: str
-    head: str
+    dense: tuple[str, ...]
+    experts: tuple[str, ...]
+    head: tuple[str, ...]
     activation_quants: Mapping[str, ActivationQuant] = field(default_factory=dict)
+    stored: tuple[str, ...] = ()
 
+    @property
+    def formats(self) -> frozenset[str]:
+        """Every format that a weight may get."""
+        return frozenset((*self.dense, *self.experts, *self.head))
+
+
+INT8 = ("int8_group", "int8_row")
+INT4 = ("int4_group32", "int4_group64", "int4_group", "int4_row")
+INT4_BESIDE_FP8 = ("int4_group64", "int4_group", "int4_group32", "int4_row")
+"""Groups of 64 columns or more are multiplied by activations in FP8 as FP8 numbers."""
+FP8 = ("fp8_block", "fp8_row")
+_TO_INT8 = {"int8_row": ActivationQuant("int8")}
+_TO_FP8 = {"fp8_block": FP8_BLOCKS, "fp8_row": FP8_ROWS}
+_A8W8 = OnlineScheme(("int8_row",), ("int8_row",), INT8, _TO_INT8)
+_A8W8_FP8 = OnlineScheme(FP8, FP8, (), _TO_FP8, stored=FP8)
 
 SCHEMES = {
-    "weight_only_int8": OnlineScheme("int8_group", "int8_group", "int8_group"),
-    "weight_only_int4": OnlineScheme("int4_group32", "int4_group32", "int4_group32"),
-    "a8w8": OnlineScheme("int8_row", "int8_row", "int8_group", {"int8_row": ActivationQuant("int8")}),
-    "a8w8_fp8_wint4": OnlineScheme(
-        "fp8_block", "int4_group64", PLAIN, {"fp8_block": FP8_BLOCKS, "int4_group64": FP8_BLOCKS}
-    ),
+    "weight_only_int8": OnlineScheme(INT8, INT8, INT8),
+    "weight_only_int4": OnlineScheme(INT4, INT4, INT4),
+    "a8w8": _A8W8,
+    "a8w8c8": _A8W8,
+    "a8w8_fp8": _A8W8_FP8,
+    "a8w8c8_fp8": _A8W8_FP8,
+    "a8w8_fp8_wint4": OnlineScheme(FP8, INT4_BESIDE_FP8, (), {**_TO_FP8, **dict.fromkeys(INT4_BESIDE_FP8, FP8_BLOCKS)}),
 }
-"""Schemes by name. "a8w8": int8 with a scale per row and activations in int8 if a kernel quantizes them, except for the
-head. The last one is for models with experts: FP8 in blocks of 128 x 128, experts in int4, activations in FP8 if a
-kernel quantizes them."""
+"""Schemes by name (`engine.request.arguments` has the same names, and what c8 in one means). "a8w8": int8 with a
+scale per row and activations in int8 if a kernel quantizes them, except for the head. "a8w8_fp8": FP8 in blocks of
+128 x 128, or in rows where a device reads only these; the head as it is, as in DeepSeek's checkpoints. The last one is
+for models with experts: FP8, and experts in int4, activations in FP8 if a kernel quantizes them."""
 
 HEAD = "lm_head.weight"
 EXPERTS = ("*.experts.*_proj.weight", "*.experts.*.w[123].weight")
@@ -70,7 +91,23 @@ NUMBERS = 2**19
 """Numbers quantized to integers at a time: intermediate results stay in a core's cache."""
 
 
-def quantize_on_load(scheme: str, config: Mapping[str, Any], latent: Collection[str] = ()) -> QuantFormats:
+def find_role(name: str) -> str:
+    """What a checkpoint tensor is to a scheme: "head", "experts", "latent", "dense", or "" for what stays plain."""
+
+    def like(*patterns: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, p) for p in patterns)
+
+    if like(*LATENT):
+        return "latent"
+    return "head" if name == HEAD else "experts" if like(*EXPERTS) else "dense" if like(*DENSE) else ""
+
+
+def quantize_on_load(
+    scheme: str,
+    config: Mapping[str, Any],
+    latent: Collection[str] = (),
+    chosen: Mapping[str, str] = MappingProxyType({}),
+) -> QuantFormats:
     """Weight formats by tensor name, and readers that quantize to them.
 
     Args:
@@ -78,30 +115,40 @@ def quantize_on_load(scheme: str, config: Mapping[str, Any], latent: Collection[
         config: the checkpoint's config.
         latent: formats in which the device's kernels read `kv_b_proj` (`latent_formats`). In other formats it is not
             quantized, nor if the scheme quantizes its activations, because attention does not.
+        chosen: names of tensors -> the format that a kernel of their op reads (`choose_formats`); others get the
+            scheme's first one.
 
     Raises:
         UsageError: the scheme is unknown, or the checkpoint is quantized already.
     """
-    if scheme not in SCHEMES:
-        raise UsageError(f"quantization = {scheme!r}.", there_is=f"None, {', '.join(map(repr, SCHEMES))}")
+    check_scheme(scheme)
     if config.get("quantization_config"):
         raise UsageError(
             f"quantization = {scheme!r} for a checkpoint that is quantized already.",
             remedy="leave quantization out, or load the unquantized checkpoint",
         )
     s = SCHEMES[scheme]
+    folded = next((f for f in s.dense if f in latent and f not in s.activation_quants), PLAIN)
+    first = {"dense": s.dense[0], "experts": s.experts[0], "head": (*s.head, PLAIN)[0], "latent": folded}
 
     def format_of(name: str) -> str:
-        def like(*patterns: str) -> bool:
-            return any(fnmatch.fnmatchcase(name, p) for p in patterns)
+        return chosen.get(name) or first.get(find_role(name), PLAIN)
 
-        if like(*LATENT):
-            return s.dense if s.dense in latent and s.dense not in s.activation_quants else PLAIN
-        return s.head if name == HEAD else s.experts if like(*EXPERTS) else s.dense if like(*DENSE) else PLAIN
+    return QuantFormats(format_of, s.activation_quants, {f: partial(_read, format=f) for f in s.formats})
 
-    return QuantFormats(
-        format_of, s.activation_quants, {format: partial(_read, format=format) for format in _formats(s)}
-    )
+
+def check_scheme(scheme: str) -> None:
+    """Raise UsageError for a name that is none of `SCHEMES`."""
+    if scheme not in SCHEMES:
+        raise UsageError(f"quantization = {scheme!r}.", there_is=f"None, {', '.join(map(repr, SCHEMES))}")
+
+
+def takes_as_stored(scheme: str, config: Mapping[str, Any]) -> bool:
+    """Whether a scheme takes a quantized checkpoint as it is: its weights are in a format of the scheme's already."""
+    settings = config.get("quantization_config")
+    if not isinstance(settings, Mapping) or settings.get("quant_method") == "gguf" or not SCHEMES[scheme].stored:
+        return False
+    return find_stored_format(settings) in SCHEMES[scheme].stored
 
 
 def formats_read_by_row(kernels: Iterable[Kernel], settings: PlanSettings) -> frozenset[str]:
@@ -149,32 +196,31 @@ def _formats_of(
     return frozenset(f for w in fitting for f in w.formats) - {PLAIN}
 
 
-def explain_no_savings(plan: Plan, scheme: str | None) -> list[str]:
+def explain_no_savings(plan: Plan, scheme: str | None, instead: Sequence[str] = ()) -> list[str]:
     """A warning if `scheme` saves no memory, because the device's kernels need weights dequantized.
 
     Args:
         plan: the model's plan; its linear weights have the scheme's format.
         scheme: a name of `SCHEMES`; None: no scheme.
+        instead: other schemes, whose formats the device's kernels read.
 
     Returns:
         One message for the user, with what to do; empty if every such weight stays quantized.
     """
-    formats = _formats(SCHEMES[scheme]) if scheme in SCHEMES else frozenset()
+    formats = SCHEMES[scheme].formats if scheme in SCHEMES else frozenset()
     found = {op: ids for (op, format), ids in plan.dequantized.items() if format in formats}
     if not found:
         return []
     count, every = len(set().union(*found.values())), sum(w.format in formats for w in plan.weights.values())
     dtype = str(plan.settings.dtype).removeprefix("torch.")
     do = "Leave" if dtype == "bfloat16" else "Choose another dtype (bfloat16), or leave"
+    if instead:
+        do = f"Choose {' or '.join(instead)}, which its kernels read, or leave"
     return [
         f"quantization = {scheme!r} saves nothing for {count} of {every} weights: on device {plan.settings.device!r} "
         f"no kernel of {', '.join(sorted(found))} reads them quantized in {dtype}: they are quantized and dequantized. "
         f"{do} quantization out; explain has each kernel's reason."
     ]
-
-
-def _formats(scheme: OnlineScheme) -> frozenset[str]:
-    return frozenset((scheme.dense, scheme.experts, scheme.head)) - {PLAIN}
 
 
 def quantize(weight: torch.Tensor, format: str) -> QTensor:

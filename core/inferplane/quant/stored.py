@@ -118,15 +118,7 @@ def read_quant_config(
         return QuantFormats(lambda name: "mxfp4" if ".experts." in name else PLAIN)
     if method == "mxfp4":
         return _of_plugin(method, MXFP4, names)
-    known: Mapping[str, Callable[[Mapping[str, Any]], QuantScheme | None]] = {
-        "fp8": _fp8,
-        "compressed-tensors": _read_compressed,
-        "fbgemm_fp8": lambda s: QuantScheme("fp8_row", FP8_ROWS),
-        "gptq": _gptq,
-        "awq": _awq,
-        "modelopt": _modelopt,
-    }
-    found = known[method](settings) if isinstance(method, str) and method in known else None
+    found = _find_scheme(settings)
     if found is None and isinstance(method, str) and method in plugins:
         return _of_plugin(method, plugins[method](settings), names)
     if found is None and isinstance(method, str) and method in vacant:
@@ -168,6 +160,25 @@ def read_quant_config(
 
     quants = {} if quant is None else {format: quant}
     return QuantFormats(by_config if names is None else by_scales, quants, unread=UNREAD, packed=packed)
+
+
+def find_stored_format(settings: Mapping[str, Any]) -> str:
+    """The one weight format that a checkpoint's settings state; "" if core reads none from them."""
+    found = _find_scheme(settings)
+    return "" if found is None else found.format
+
+
+def _find_scheme(settings: Mapping[str, Any]) -> QuantScheme | None:
+    known: Mapping[str, Callable[[Mapping[str, Any]], QuantScheme | None]] = {
+        "fp8": _fp8,
+        "compressed-tensors": _read_compressed,
+        "fbgemm_fp8": lambda s: QuantScheme("fp8_row", FP8_ROWS),
+        "gptq": _gptq,
+        "awq": _awq,
+        "modelopt": _modelopt,
+    }
+    method = settings.get("quant_method")
+    return known[method](settings) if isinstance(method, str) and method in known else None
 
 
 def _is_projection(name: str) -> bool:

@@ -13,8 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from inferplane.engine.clients.options import PLAIN_PARTS, quantization_remedy
-from inferplane.engine.request.arguments import NO_DRAFTS
+from inferplane.engine.clients.options import PLAIN_PARTS
+from inferplane.engine.request.arguments import NO_DRAFTS, quantization_remedy
 from inferplane.engine.request.other_engines import advice
 from inferplane.errors import UsageError
 from inferplane.serving import source_names

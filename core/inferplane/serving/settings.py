@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any
 
 from inferplane.engine.clients.options import ALIASES as OPTION_ALIASES
-from inferplane.engine.clients.options import ALL_OPTIONS, QUANTIZATIONS, help_text
+from inferplane.engine.clients.options import ALL_OPTIONS, help_text
+from inferplane.engine.request.arguments import QUANTIZATIONS
 
 MIB = 2**20
 
@@ -62,7 +63,7 @@ class ServerSettings:
     index: int = _model_option("index", range=(0, None))
     dtype: str = _model_option("dtype")
     kv_cache_dtype: str = _model_option("kv_cache_dtype")
-    quantization: str | None = _model_option("quantization", choices=QUANTIZATIONS)
+    quantization: str | None = _model_option("quantization", choices=tuple(QUANTIZATIONS))
     load_format: str = _model_option("load_format")
     pooling: str = _model("last", "how a prompt's tokens become one embedding", choices=("last", "mean"), metavar="P")
     chat_template: str | None = _model(

@@ -206,7 +206,17 @@ class Kernel:
     def is_less_precise_than(self, op: Any) -> bool:
         """Whether it computes in fewer bits than `op` and its checkpoint request."""
         quantized = self.quantizes_activations_to
-        return self.extra_error > 0 and not (quantized and op.activation_quants() == {quantized})
+        requested = quantized and op.activation_quants() == {quantized}
+        return self.extra_error > 0 and not (requested or self._quantizes_as(op))
+
+    def extra_error_of(self, op: Any) -> float:
+        """`extra_error`, where `op` has no such rounding itself: one that quantizes activations itself has."""
+        return 0.0 if self._quantizes_as(op) else self.extra_error
+
+    def _quantizes_as(self, op: Any) -> bool:
+        """Whether the op's own meaning is to quantize activations, to the kernel's format."""
+        own = getattr(op, "activation_quant", None)
+        return own is not None and own.format == self.quantizes_activations_to
 
     def find_inlined(self, path: str) -> tuple[str, ...]:
         """Names of the kernels that it can run inside its own call for the child at `path`; empty: it runs none."""

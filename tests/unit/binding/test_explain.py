@@ -47,6 +47,7 @@ SCHEMA_2 = record(
             decided_by={"enum": ["pin", "lock", "rank"]},
             weights_dequantized=FLAG,
             note=TEXT,
+            kv_dtype_unread=TEXT,
         ),
         rejected=rows(kernel=TEXT, rank=COUNT, reason={"type": "string", "minLength": 3}),
     ),
@@ -59,6 +60,8 @@ SCHEMA_2 = record(
     ),
     dequantized=rows(op=TEXT, format=TEXT, weights=COUNT),
     activation_quant_skipped=rows(op=TEXT, activation_quant=TEXT, sites=COUNT, reason=TEXT),
+    expanded_bytes=COUNT,
+    on_torch=rows(op=TEXT, kernels={"type": "array", "items": TEXT, "minItems": 1}),
 )
 """What readers of schema 2 rely on; changing it means schema 3."""
 

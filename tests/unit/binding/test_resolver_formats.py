@@ -1,12 +1,15 @@
 """Quantized weights: read as stored where some kernel takes their format, else expanded at load, and said so."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from inferplane.binding import DictSource, explain, link, load, view_of
+from inferplane.binding import DictSource, explain, explain_text, link, load, view_of
 from inferplane.errors import KernelError
 from inferplane.ops import GatedMLP, Linear, encode, placeholder
-from inferplane.types import CANONICAL, Packing, QTensor, Weight, When
+from inferplane.ops.quantize import Quantize
+from inferplane.types import CANONICAL, ActivationQuant, Packing, QTensor, Weight, When
 from tests.unit.support.small import (
     BF16,
     choice,
@@ -60,8 +63,9 @@ def test_a_kernel_takes_it_so_others_are_refused_however_they_rank():
         {"when": When(formats=("int8_row",), features=("int8-dot",))},
         {"when": When(formats=("int8_row",), needs=(("more than it has", lambda op: op.weight.shape[1] > 64),))},
         {"when": When(formats=("fp8_block",))},
+        {"when": INT8, "extra_error": 0.03, "quantizes_activations_to": "int8"},
     ],
-    ids=["dtype", "feature", "need", "format"],
+    ids=["dtype", "feature", "need", "format", "fewer_bits"],
 )
 def test_a_kernel_that_cannot_serve_here_does_not_keep_the_format(gone):
     p = plan(Q, kernel("linear", "wide", 50), kernel("linear", "int8", 90, **gone))
@@ -70,6 +74,37 @@ def test_a_kernel_that_cannot_serve_here_does_not_keep_the_format(gone):
         and packings(p, "weight") == {"plain"}
         and "int8_row" in explain(p)["dequantized"][0]["format"]
     )
+
+
+def test_a_kernel_with_fewer_bits_keeps_the_format_by_a_pin_or_a_request():
+    rough = kernel("linear", "rough", 90, when=INT8, extra_error=0.03, quantizes_activations_to="int8")
+    pinned = plan(Q, kernel("linear", "wide", 50), rough, pins={"linear": "rough"})
+    assert chosen(pinned) == "rough:linear" and packings(pinned, "weight") == {"canonical"}
+    requesting = Linear(replace(Q.weight, activation_quant=ActivationQuant("int8")))
+    requested = plan(requesting, kernel("linear", "wide", 50), rough)
+    assert chosen(requested) == "rough:linear" and packings(requested, "weight") == {"canonical"}
+
+
+def test_a_kernel_with_the_ops_own_quantization_is_as_precise_as_the_op():
+    rough = kernel("linear", "rough", 90, when=INT8, extra_error=0.03, quantizes_activations_to="int8")
+    itself = replace(Q, activation_quant=Quantize("int8", 0))
+    assert chosen(plan(itself, rough)) == "rough:linear"
+    assert rough.extra_error_of(itself) == 0.0 and rough.extra_error_of(Q) == 0.03
+    other = replace(Q, activation_quant=Quantize("fp8", 0))
+    assert rough.is_less_precise_than(other) and rough.extra_error_of(other) == 0.03
+
+
+def test_bytes_that_are_expanded_and_what_runs_on_torch():
+    expanded, kept = plan(Q, kernel("linear", rank=10)), plan(Q, kernel("linear", rank=50, when=INT8))
+    assert explain(expanded)["expanded_bytes"] == 48 * 64 * 4 and explain(kept)["expanded_bytes"] == 0
+    assert explain(expanded)["on_torch"] == [{"op": "linear", "kernels": ["vendor:linear"]}]
+    assert (
+        explain(plan(Q))["on_torch"] == [{"op": "linear", "kernels": ["reference"]}] and not explain(kept)["on_torch"]
+    )
+    text = explain_text(expanded).splitlines()[-2:]
+    assert text == ["weights expanded at load: 0.0 MiB", "hot ops on torch's own operators: linear (vendor:linear)"]
+    text = explain_text(kept).splitlines()[-2:]
+    assert text == ["weights expanded at load: none", "hot ops on torch's own operators: none"]
 
 
 def test_nor_does_one_that_was_demoted_or_is_not_batch_invariant():

@@ -12,10 +12,18 @@ from inferplane import LLM
 from inferplane.binding import DictSource, PlanSettings, view_of
 from inferplane.cli import main
 from inferplane.engine import InferplaneWarning
+from inferplane.engine.request.arguments import QUANTIZATIONS
 from inferplane.errors import CheckpointError, UsageError
 from inferplane.ops import FORMATS, encode
 from inferplane.plugin import When
-from inferplane.quant.online import SCHEMES, explain_no_savings, latent_formats, quantize, quantize_on_load
+from inferplane.quant.online import (
+    SCHEMES,
+    explain_no_savings,
+    latent_formats,
+    quantize,
+    quantize_on_load,
+    takes_as_stored,
+)
 from inferplane.quant.stored import FP8_BLOCKS
 from inferplane.types import ActivationQuant, Features, QTensor, Shard
 from inferplane_cpu.native import instruction_sets
@@ -79,10 +87,12 @@ def test_what_attention_folds_is_quantized_where_its_kernels_read_it_so(scheme):
     name, every = "model.layers.3.self_attn.kv_b_proj.weight", frozenset(FORMATS)
     assert (
         quantize_on_load(scheme, {}).format_of(name)
-        == quantize_on_load(scheme, {}, every - {SCHEMES[scheme].dense}).format_of(name)
+        == quantize_on_load(scheme, {}, every - set(SCHEMES[scheme].dense)).format_of(name)
         == "plain"
     )
     assert quantize_on_load(scheme, {}, every).format_of(name) == WEIGHT_ONLY.get(scheme, "plain")
+    *_, last = SCHEMES[scheme].dense
+    assert quantize_on_load(scheme, {}, {last}).format_of(name) == (last if scheme in WEIGHT_ONLY else "plain")
 
 
 def test_formats_that_both_forms_of_latent_attention_read():
@@ -188,10 +198,9 @@ def test_fp8_beside_int4_experts():
         assert found.format_of(f"{p}{name}.weight") == "int4_group64"
     for name in ("lm_head", "model.embed_tokens", f"{p}self_attn.kv_b_proj", f"{p}mlp.gate"):
         assert found.format_of(f"{name}.weight") == "plain"
-    assert (
-        found.activation_quants == {"fp8_block": FP8_BLOCKS, "int4_group64": FP8_BLOCKS}
-        and found.readers.keys() == found.activation_quants.keys()
-    )
+    quants = found.activation_quants
+    assert quants["fp8_block"] == quants["int4_group64"] == FP8_BLOCKS and quants["fp8_row"] == ActivationQuant("fp8")
+    assert found.readers.keys() == quants.keys()
 
 
 def test_rows_of_int8_with_activations_in_int8():
@@ -202,6 +211,34 @@ def test_rows_of_int8_with_activations_in_int8():
         "int8_row",
         "int8_group",
     }
+    assert quantize_on_load("a8w8c8", {}).activation_quants == found.activation_quants
+
+
+def test_blocks_of_fp8_and_a_plain_head():
+    found = quantize_on_load("a8w8_fp8", {})
+    names = {name: found.format_of(f"{name}.weight") for name in ("lm_head", "a.q_proj", "a.experts.0.w1", "a.norm")}
+    assert list(names.values()) == ["plain", "fp8_block", "fp8_block", "plain"]
+    assert found.activation_quants == {"fp8_block": FP8_BLOCKS, "fp8_row": ActivationQuant("fp8")}
+
+
+def test_both_tables_have_the_same_names():
+    assert list(SCHEMES) == list(QUANTIZATIONS)
+
+
+@pytest.mark.parametrize(
+    ("config", "taken"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}, True),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, True),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, False),
+        ({"quant_method": "gguf", "types": {}}, False),
+        (None, False),
+    ],
+)
+def test_an_fp8_checkpoint_is_what_a8w8_fp8_makes(config, taken):
+    stored = {} if config is None else {"quantization_config": config}
+    assert takes_as_stored("a8w8_fp8", stored) == takes_as_stored("a8w8c8_fp8", stored) == taken
+    assert not any(takes_as_stored(name, stored) for name in SCHEMES if name not in ("a8w8_fp8", "a8w8c8_fp8"))
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (300, 200), (3000, 130)])
@@ -226,6 +263,37 @@ def test_experts_in_int4_and_the_rest_in_fp8_answer_nearly_the_same(tmp_path):
     }
     assert torch.corrcoef(torch.stack((got.flatten(), want.flatten())))[0, 1] > 0.98
     assert not torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "format", "layout"),
+    [("a8w8c8", "int8_row", "int8"), ("a8w8_fp8", "fp8_block", ""), ("a8w8c8_fp8", "fp8_block", "fp8")],
+)
+def test_8_bits_answer_nearly_the_same(scheme, format, layout, tmp_path):
+    config = llama_config(hidden_size=128, intermediate_size=192, tie_word_embeddings=False)
+    random_model(config, seed=3).save_pretrained(tmp_path)
+    ids = [list(range(1, 40))]
+    with LLM(tmp_path, device="cpu", dtype="bfloat16") as llm:
+        want = llm.logits(ids)[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InferplaneWarning)  # fp8 entries are read by torch
+        llm = LLM(tmp_path, device="cpu", dtype="bfloat16", quantization=scheme)
+    with llm:
+        got, plan = llm.logits(ids)[0], llm.runner.plan
+        assert llm.runner.options.kv_cache_dtype == (layout or "auto")
+    assert {x.name.removeprefix("paged_16").lstrip("_") for x in plan.layouts.values()} == {layout}
+    assert {w.format for w in plan.weights.values()} - {"plain", "int8_group"} == {format}
+    assert torch.corrcoef(torch.stack((got.flatten(), want.flatten())))[0, 1] > 0.99
+    assert not torch.equal(got, want)
+
+
+def test_an_fp8_checkpoint_is_taken_as_it_is():
+    ids = [list(range(1, 40))]
+    found = []
+    for options in ({}, {"quantization": "a8w8_fp8"}):
+        with LLM("demo", device="cpu", dtype="bfloat16", **options) as llm:
+            found.append(llm.logits(ids)[0])
+    assert torch.equal(*found)
 
 
 def test_experts_are_quantized_one_by_one(tmp_path):

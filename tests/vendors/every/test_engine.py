@@ -30,6 +30,18 @@ def test_serves(family, speculative):
     VENDOR.check_kernels(family, [(s["op"], s["chosen"]["kernel"]) for s in plan["sites"] if s["chosen"]["rank"]])
 
 
+@in_vendor_dtypes
+@pytest.mark.parametrize(("scheme", "kernel", "family"), list(VENDOR.quantized_models()))
+def test_serves_quantized(scheme, kernel, family):
+    """The vendor's product with quantized weights passes its canary and serves every linear layer but routers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", InferplaneWarning)
+        plan = serve(VENDOR.device, VENDOR.dtype, family, strict=True, quantization=scheme)
+    linear = {s["chosen"]["kernel"] for s in plan["sites"] if s["op"] == "linear" and "router" not in s["site"]}
+    assert linear == {kernel}
+    assert "linear" in {item["op"] for item in plan["quantized"]}
+
+
 @in_float32
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 @pytest.mark.parametrize("speculative", [None, DRAFTS], ids=["plain", "drafts"])

@@ -103,8 +103,19 @@ def fused_moe_kernel(
     block_size, bias,
 ):  # fmt: skip
     """Row i of the pairs is A[i // topk] B[e]^T, times its weight where that is requested."""
+    chip.half(B=B)
+    _multiply_experts(
+        C, A, B, topk_weights, topk_ids, sorted_topk_ids, expert_ids, num_tokens_post_pad, mul_routed_weight, topk,
+        block_size, bias,
+    )  # fmt: skip
+
+
+def _multiply_experts(
+    C, A, B, topk_weights, topk_ids, sorted_topk_ids, expert_ids, num_tokens_post_pad, mul_routed_weight, topk,
+    block_size, bias,
+):  # fmt: skip
     chip.absent("bias", bias)
-    chip.half(A=A, B=B, C=C)
+    chip.half(A=A, C=C)
     chip.contiguous(A=A, B=B, C=C)
     chip.dtype(torch.float32, topk_weights=topk_weights)
     require(block_size == 64, f"block_size is 64 on this chip, got {block_size}")
@@ -121,6 +132,26 @@ def fused_moe_kernel(
         y = A[own // topk].float() @ B[expert].float().t()
         y = y * topk_weights.flatten()[own, None] if mul_routed_weight else y
         rows[own] = y.to(C.dtype)
+
+
+@emulates("_C::fused_moe_quant_kernel")
+def fused_moe_quant_kernel(
+    C, A, B, A_scale, B_scale, gs, B_zp, topk_weights, topk_ids, sorted_token_ids, experts_ids, num_tokens_post_pad,
+    mul_routed_weight, topk, block_size, bias, real_token_num,
+):  # fmt: skip
+    """As fused_moe_kernel, of int8 weights with a scale a row, in A's dtype."""
+    for name, value in (("A_scale", A_scale), ("B_zp", B_zp), ("real_token_num", real_token_num)):
+        chip.absent(name, value)
+    require(gs == -1, f"gs {gs} is not emulated: -1 is a scale a row")
+    chip.dtype(torch.int8, B=B)
+    chip.half(A=A, B_scale=B_scale)
+    chip.contiguous(B=B, B_scale=B_scale)
+    chip.shape("B_scale", B_scale, *B.shape[:2])
+    plain = (B.float() * B_scale.float()[..., None]).to(torch.float32)
+    _multiply_experts(
+        C, A, plain, topk_weights, topk_ids, sorted_token_ids, experts_ids, num_tokens_post_pad, mul_routed_weight,
+        topk, block_size, bias,
+    )  # fmt: skip
 
 
 @emulates("_moe_C::moe_sum_pad")

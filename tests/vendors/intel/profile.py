@@ -14,6 +14,8 @@ class Intel(Profile):
     sources = "backends/xpu/inferplane_xpu/intel"
     shared_sources = ("core/inferplane/kernels/fused/vllm_kernels.py",)
     formats = ("int8_row", "int4_group", "fp8_block")
+    quantized = {"weight_only_int8": "torch_xpu:linear_int8pack"}
+    dense_only = ("weight_only_int8",)
     providers = ("vllm_xpu", "torch_xpu", "torch", "decomposition")
     wrong_calls = [  # a keyword that there is not, and an argument that is missing
         Call("_C::silu_and_mul", [ROWS], {"x": ROWS}, []),

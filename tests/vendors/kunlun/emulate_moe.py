@@ -149,13 +149,24 @@ def moe_fc(
     x, weight, sorted_tokens_num_lod, sorted_tokens_idx, moe_topk, y, act, x_perchannel_max, w_perchannel_max, topk_ids,
     topk_w, bias, tgemm_type, tweight_type, scale_n, scale_k, use_pack_int4, sort_mode,
 ):  # fmt: skip
-    """y <- x weight[e]^T, each expert's rows by its own weight `[E, N, K]`."""
-    for name, value in (("x_perchannel_max", x_perchannel_max), ("w_perchannel_max", w_perchannel_max),
-                        ("topk_ids", topk_ids), ("topk_w", topk_w), ("bias", bias)):  # fmt: skip
+    """y <- x weight[e]^T, each expert's rows by its own weight `[E, N, K]`; of int8 on both sides, times the maxima of
+    rows on both sides, divided by 127 twice.
+    """
+    for name, value in (("topk_ids", topk_ids), ("topk_w", topk_w), ("bias", bias)):
         chip.absent(name, value)
     others = (act, tgemm_type, tweight_type, scale_n, scale_k, use_pack_int4)
     require(others == (None, None, None, 0, 0, False) and sort_mode, f"plain products are emulated, got {others}")
-    chip.half(x=x, weight=weight, y=y)
+    int8 = x_perchannel_max is not None
+    chip.half(y=y)
+    if int8:
+        chip.dtype(torch.int8, x=x, weight=weight)
+        chip.dtype(torch.float32, x_perchannel_max=x_perchannel_max, w_perchannel_max=w_perchannel_max)
+        chip.contiguous(x_perchannel_max=x_perchannel_max, w_perchannel_max=w_perchannel_max)
+        chip.shape("x_perchannel_max", x_perchannel_max, x.shape[0], 1)
+        chip.shape("w_perchannel_max", w_perchannel_max, *weight.shape[:2])
+    else:
+        chip.absent("w_perchannel_max", w_perchannel_max)
+        chip.half(x=x, weight=weight)
     chip.contiguous(x=x, weight=weight, y=y)
     chip.dtype(chip.INT32, sorted_tokens_num_lod=sorted_tokens_num_lod, sorted_tokens_idx=sorted_tokens_idx)
     experts, columns, width = weight.shape
@@ -168,7 +179,10 @@ def moe_fc(
     out = y.view(pairs, columns)
     for e in range(experts):
         rows = slice(starts[e], starts[e + 1])
-        out[rows] = (x[rows].float() @ weight[e].float().t()).to(y.dtype)
+        product = (x[rows].double() @ weight[e].double().t()).float()
+        if int8:
+            product *= (x_perchannel_max[rows] / 127) * (w_perchannel_max[e] / 127)
+        out[rows] = product.to(y.dtype)
 
 
 @emulates("kunlun_ops::moe_post")

@@ -61,6 +61,8 @@ MISTAKES = [
             "kunlun_ops:moe_route", "mixtral", "weights is torch.float32"),
     Mistake("a factor that is not passed on", EXPERTS, "moe_sigmoid_group_topk_norm", by(scale=lambda scale: 1.0),
             "kunlun_ops:moe_route_grouped", "v3", ""),
+    Mistake("scales where maxima are expected", EXPERTS, "moe_fc",
+            by(w_perchannel_max=lambda m: m if m is None else m / 127), "kunlun_ops:moe_experts_w8a8", "int8_row", ""),
     Mistake("ids in int64", EXPERTS, "moe_fc", by(sorted_tokens_idx=lambda ids: ids.long()),
             "kunlun_ops:moe_experts", "t13", "sorted_tokens_idx is torch.int32"),
     Mistake("rows left in the order of tokens", EXPERTS, "moe_post",

@@ -15,6 +15,7 @@ class Kunlun(Profile):
     device = "xpu:kunlun"
     library = "vLLM-Kunlun"
     sources = "backends/xpu/inferplane_xpu/kunlun"
+    quantized = {"a8w8": "kunlun_ops:linear_w8a8"}
     wrong_calls = [  # a keyword that there is not, an argument that is missing, one by position that goes by keyword
         Call("kunlun_ops::swiglu", [], {"x": ROWS, "out": ROWS}, []),
         Call("kunlun_ops::rmsnorm", [ROWS, ROWS], {}, []),

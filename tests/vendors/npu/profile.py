@@ -23,6 +23,16 @@ class Npu(Profile):
     composed_attention = ("gemma2", "llama4") if chip.ARCH == "910b" else COMPOSED_ATTENTION
     engine_families = (*OWN_ATTENTION, "gpt_oss") if chip.ARCH == "910b" else OWN_ATTENTION
     speculative = {"plain": None, "drafts": DRAFTS}
+    quantized = {
+        "910b": {
+            "weight_only_int8": "torch_npu:linear_w8a16",
+            "weight_only_int4": "torch_npu:linear_w4a16",
+            "a8w8": "torch_npu:linear_w8a8",
+        },
+        "950": {"a8w8_fp8": "torch_npu:linear_fp8"},
+        "310p": {"weight_only_int8": "torch_npu:linear_w8a16"},
+    }[chip.ARCH]
+    dense_only = ("a8w8_fp8",) if chip.ARCH != "310p" else ("weight_only_int8",)
 
     def models(self) -> Iterator[tuple[str, str, str]]:
         if chip.ARCH == "950":  # the 910b's kernels, but for FP8, convolutions, and recurrences of prompts

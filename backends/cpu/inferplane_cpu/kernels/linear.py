@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,15 +59,21 @@ def fits_int8_sums(weight: Any) -> bool:
     return bool(weight.shape[-1] <= MAX_INT8_COLUMNS)
 
 
-def _has_int8_activations(op: Any) -> bool:
+def _takes_int8_activations(op: Any) -> bool:
     act, wide = op.activation_quant, op.out_dtype not in (None, torch.bfloat16, torch.float32)
-    return act is not None and act.format == "int8" and act.group == 0 and not wide
+    return not wide and (act is None or (act.format == "int8" and act.group == 0))
 
 
 FEW_COLUMNS = (f"at most {MAX_INT8_COLUMNS} columns", lambda op: fits_int8_sums(op.weight))
-INT8_ROW_WEIGHT = When((torch.bfloat16,), INT8_ROW_FORMATS, features=("native",), needs=(*NEEDS, FEW_COLUMNS))
-INT8_INPUT = replace(
-    INT8_ROW_WEIGHT, needs=(("activations in int8, a scale a token", _has_int8_activations), NEEDS[1], FEW_COLUMNS)
+INT8_INPUT = When(
+    (torch.bfloat16,),
+    INT8_ROW_FORMATS,
+    features=("native",),
+    needs=(
+        ("activations in int8 with a scale a token, or unquantized", _takes_int8_activations),
+        NEEDS[1],
+        FEW_COLUMNS,
+    ),
 )
 HEAD = When((torch.bfloat16,), (PLAIN, "fp8_block"), features=("native",), needs=NEEDS[1:])
 PACKED_HEAD = When((torch.bfloat16,), PANEL_FORMATS, features=("native",), needs=NEEDS[1:])
@@ -158,25 +163,11 @@ def linear_panels(view: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @KERNELS(
-    "linear",
-    "native",
-    when=INT8_INPUT,
-    packs=WEIGHT,
-    rank=RANK_PORTABLE,
-    batch_invariant=True,
-    prepare=prepare_int8_activations,
-)
-def linear_act(view: Any, x: torch.Tensor) -> torch.Tensor:
-    """Weights and activations in 8 bits, summed exactly: a row is the same bits on every instruction set."""
-    return _multiply_rows(view, x)
-
-
-@KERNELS(
-    "linear", "native", when=INT8_ROW_WEIGHT, packs=WEIGHT, rank=RANK_PORTABLE, batch_invariant=True, **INT8_ACTIVATIONS
+    "linear", "native", when=INT8_INPUT, packs=WEIGHT, rank=RANK_PORTABLE, batch_invariant=True, **INT8_ACTIVATIONS
 )
 def linear_w8a8(view: Any, x: torch.Tensor) -> torch.Tensor:
-    """As `linear_act`, where the weight asks for it."""
-    return linear_act(view, x)
+    """Weights and activations in 8 bits, summed exactly: a row is the same bits on every instruction set."""
+    return _multiply_rows(view, x)
 
 
 @KERNELS("embedding", "native", when=PACKED_ROWS, packs=WEIGHT, rank=RANK_PORTABLE, batch_invariant=True)

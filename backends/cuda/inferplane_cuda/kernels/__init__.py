@@ -20,7 +20,6 @@ from inferplane_cuda.kernels.conditions import (
     HEADS_128,
     MANY_QUERIES,
     NO_WINDOW,
-    PLAIN_ACTIVATIONS,
     RANK_UNPROVED,
     V3_HEADS,
     V3_LATENTS,
@@ -75,6 +74,7 @@ FP8_ERROR = 0.06
 FP8_ACTIVATIONS: dict[str, Any] = {"extra_error": FP8_ERROR, "quantizes_activations_to": "fp8"}
 HOPPER_FOLDER = "inferplane_cuda.kernels.hopper"
 FEATURES = ("triton", "sm90a")
+NOT_RUN = "quantizes activations to FP8; not run on a GPU yet"
 UNMEASURED = "not run on a GPU yet: taken by a pin, or where it was measured to be the fastest"
 
 
@@ -114,13 +114,12 @@ def hopper_products() -> list[Kernel]:
         )
 
     return [
-        kernel("gluon", UNMEASURED, FP8_ACTIVATIONS_128),
-        kernel("gluon_fp8", "quantizes activations to FP8; not run on a GPU yet", PLAIN_ACTIVATIONS, **FP8_ACTIVATIONS),
+        kernel("gluon_fp8", NOT_RUN, FP8_ACTIVATIONS_128, **FP8_ACTIVATIONS),
         Kernel(
             "moe_experts", "gluon_fp8", f"{HOPPER_FOLDER}.experts:moe_experts",
             When((torch.bfloat16,), ("fp8_block",), features=FEATURES, needs=FP8_BLOCK_EXPERTS), RANK_UNPROVED,
             dict.fromkeys(("gate_up", "down"), PACKING), products, capture_safe=True,
-            note="quantizes activations to FP8; not run on a GPU yet", **FP8_ACTIVATIONS,
+            note=NOT_RUN, **FP8_ACTIVATIONS,
         ),
     ]  # fmt: skip
 

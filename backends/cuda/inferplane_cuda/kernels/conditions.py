@@ -12,12 +12,11 @@ MANY_QUERIES = ("many query tokens", lambda op: op.queries == "many")
 HEADS_128 = ("heads of 128 entries", lambda op: (op.kv.dim, op.kv.v_dim) == (128, 128))
 NO_WINDOW = ("no sliding window", lambda op: op.kv.window is None)
 
-PLAIN_ACTIVATIONS = ("unquantized activations", lambda op: op.activation_quant is None)
 FP8_ACTIVATIONS_128 = (
-    "activations quantized to FP8 by 128 columns",
+    "activations quantized to FP8 by 128 columns, or unquantized",
     lambda op: (
-        op.activation_quant is not None
-        and (op.activation_quant.format, op.activation_quant.group, op.activation_group) == ("fp8", 128, 128)
+        op.activation_quant is None
+        or (op.activation_quant.format, op.activation_quant.group, op.activation_group) == ("fp8", 128, 128)
     ),
 )
 FP8_BLOCK_LINEAR = (

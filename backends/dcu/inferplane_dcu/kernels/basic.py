@@ -14,8 +14,8 @@ import torch
 from inferplane.kernels.fused import vllm_calls
 from inferplane.kernels.fused.needs import (
     ADD_NORM_WEIGHT,
+    INT8_ACTIVATIONS,
     INT8_PER_TOKEN_LINEAR,
-    INT8_PER_TOKEN_QUANTIZE,
     NORM_WEIGHT,
 )
 from inferplane.kernels.fused.operands import rotate_last_head_as_key
@@ -71,6 +71,7 @@ def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
     formats=("int8_row",),
     needs=(INT8_PER_TOKEN_LINEAR,),
     packs={"weight": INT8_ROWS},
+    **INT8_ACTIVATIONS,
 )
 def linear_w8a8(view: Any, x: torch.Tensor) -> torch.Tensor:
     """Both sides in int8 by hipBLASLt, which answers with a status; what is added is added behind it.
@@ -91,10 +92,3 @@ def linear_w8a8(view: Any, x: torch.Tensor) -> torch.Tensor:
         )
     y = w.subtract_zero_points(y, data, scale)
     return y if view.bias is None else y + view.bias
-
-
-@fused("quantize", vendor.QUANTIZE, needs=(INT8_PER_TOKEN_QUANTIZE,))
-def quantize(view: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """per_token_quant_int8; a token of zeros has a tiny scale there, and 1 here."""
-    data, scale = view.prepared(x.contiguous())
-    return data, torch.where((data == 0).all(-1, keepdim=True), 1.0, scale)

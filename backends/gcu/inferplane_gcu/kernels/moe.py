@@ -5,6 +5,7 @@ Source: EnflameTechnology/vllm-gcu at 7b5aaca9, vllm_gcu/kernels/fused_moe.py an
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 
 from inferplane.kernels.fused.needs import ALL_EXPERTS_LOCAL, FLOATS, PLAIN_SOFTMAX_ROUTING, declare_fused
 from inferplane.kernels.fused.operands import allocate_routing
-from inferplane.plugin import Kernels
+from inferplane.plugin import Kernels, Packing, QTensor
+from inferplane_gcu.kernels.products import SCALE_PER_ROW
 from inferplane_gcu.kernels.when import OPERATORS
 
 vllm, moe = torch.ops._C, torch.ops._moe_C
@@ -58,22 +60,86 @@ def moe_route_grouped(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, to
     return weights * view.factor, ids
 
 
-@fused("moe_experts", ALL_EXPERTS_LOCAL)
-def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Five calls; how many blocks an expert has is known to the device alone."""
-    experts, columns, _ = view.gate_up.shape
+Product = Callable[..., None]
+"""A product over experts: `(result, rows, weight, weights, ids, aligned pairs, weighted, experts per row)`."""
+
+
+def _multiply(
+    out: torch.Tensor, x: torch.Tensor, weight: Any, weights: torch.Tensor, ids: torch.Tensor, aligned: Any,
+    weighted: bool, k: int,
+) -> None:  # fmt: skip
+    vllm.fused_moe_kernel(out, x, weight, weights, ids, *aligned, weighted, k, BLOCK_PAIRS, None)
+
+
+def _run_experts(
+    view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, shape: Sequence[int], product: Product
+) -> torch.Tensor:
+    """Five calls; how many blocks an expert has is known to the device alone. `shape` is that of gate and up."""
+    experts, columns, _ = shape
     tokens, k = ids.shape
     ids, weights = ids.int().contiguous(), weights.float().contiguous()
     aligned = _align_pairs(ids, experts)
     h = x.new_empty(tokens, k, columns)
-    vllm.fused_moe_kernel(h, x.contiguous(), view.gate_up, weights, ids, *aligned, False, k, BLOCK_PAIRS, None)
+    product(h, x.contiguous(), view.gate_up, weights, ids, aligned, False, k)
     act = x.new_empty(tokens * k, columns // 2)
     vllm.silu_and_mul(act, h.view(tokens * k, columns))
     y = x.new_empty(tokens, k, x.shape[1])
-    vllm.fused_moe_kernel(y, act, view.down, weights, ids, *aligned, True, 1, BLOCK_PAIRS, None)
+    product(y, act, view.down, weights, ids, aligned, True, 1)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     moe.moe_sum_pad(out, y, torch.full((1,), tokens, dtype=torch.int32, device=x.device), 1, False)
     return out
+
+
+@fused("moe_experts", ALL_EXPERTS_LOCAL)
+def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Experts in the activations' dtype."""
+    return _run_experts(view, x, weights, ids, view.gate_up.shape, _multiply)
+
+
+class Int8Stack:
+    """Experts in int8: `data` `[E, N, K]` and a scale a row, `[E, N]`, in the activations' dtype.
+
+    Args:
+        weight: a stack without zero points, which the product is given none of.
+    """
+
+    def __init__(self, weight: QTensor) -> None:
+        self.data, self.scale = weight.data.contiguous(), weight.scale[..., 0].contiguous()
+        self._cast: dict[torch.dtype, torch.Tensor] = {}
+
+    def scale_in(self, dtype: torch.dtype) -> torch.Tensor:
+        """The scales in a dtype; cast once."""
+        if dtype not in self._cast:
+            self._cast[dtype] = self.scale.to(dtype)
+        return self._cast[dtype]
+
+
+INT8_EXPERTS = Packing("vllm_gcu.int8_experts", Int8Stack)
+
+
+def _multiply_int8(
+    out: torch.Tensor, x: torch.Tensor, weight: Int8Stack, weights: torch.Tensor, ids: torch.Tensor, aligned: Any,
+    weighted: bool, k: int,
+) -> None:  # fmt: skip
+    scale = weight.scale_in(x.dtype)
+    vllm.fused_moe_quant_kernel(
+        out, x, weight.data, None, scale, SCALE_PER_ROW, None, weights, ids, *aligned, weighted, k, BLOCK_PAIRS, None,
+        None,
+    )  # fmt: skip
+
+
+@fused(
+    "moe_experts",
+    ALL_EXPERTS_LOCAL,
+    formats=("int8_row",),
+    packs={"gate_up": INT8_EXPERTS, "down": INT8_EXPERTS},
+)
+def moe_experts_w8a16(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """_C::fused_moe_quant_kernel without scales of activations: weights in int8, expanded within the product.
+
+    Source: invoke_fused_moe_kernel and MoeWNA16GCUMethod of the same repository (use_int8_w8a16).
+    """
+    return _run_experts(view, x, weights, ids, view.gate_up.data.shape, _multiply_int8)
 
 
 def _align_pairs(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

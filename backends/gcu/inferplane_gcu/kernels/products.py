@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.fused.heads import run_head
 from inferplane.kernels.fused.needs import PLAIN_ACTIVATIONS, declare_fused
 from inferplane.kernels.fused.packings import Int8Rows
-from inferplane.plugin import Kernels, Packing
+from inferplane.plugin import Batch, Kernels, Packing
 from inferplane_gcu.kernels.when import OPERATORS
 
 vllm = torch.ops._C
@@ -36,3 +37,11 @@ def linear_w8a16(view: Any, x: torch.Tensor) -> torch.Tensor:
     out = x.new_empty(x.shape[0], w.data.shape[0])
     vllm.weight_only_quant(out, x.contiguous(), w.data, view.bias, w.scale.to(x.dtype), SCALE_PER_ROW)
     return w.subtract_zero_points(out, x)
+
+
+@declare_fused(
+    KERNELS, "lm_head", provider="vllm_gcu", formats=("int8_row",), features=OPERATORS, packs={"weight": INT8_ROWS}
+)
+def lm_head_w8a16(view: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """As `linear_w8a16`."""
+    return run_head(linear_w8a16, view, x, batch)

@@ -1,4 +1,4 @@
-"""Products with quantized weights, and dynamic quantization of activations.
+"""Products with quantized weights, some of which quantize activations.
 
 Weight-only: `y = x ((w + offset) scale)`, so an offset is a zero point with the other sign. W8A8: both sides in int8.
 
@@ -9,19 +9,24 @@ quantization/methods/w4a16.py, w8a8_dynamic.py and w8a8fp8_dynamic.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from inferplane.kernels.fused.heads import run_head
 from inferplane.kernels.fused.needs import (
+    FP8_ACTIVATIONS,
+    INT8_ACTIVATIONS,
     INT8_PER_TOKEN_LINEAR,
-    INT8_PER_TOKEN_QUANTIZE,
     PLAIN_ACTIVATIONS,
     declare_fused,
+    takes_activations_in,
 )
 from inferplane.kernels.fused.packings import INT4_GROUPS
-from inferplane.plugin import Kernels, Packing, QTensor
+from inferplane.plugin import Batch, Kernels, Packing, QTensor
 from inferplane_npu.kernels.when import OnNpu
 from inferplane_npu.kvcache import FRACTAL_NZ
 
@@ -31,6 +36,8 @@ fused = partial(declare_fused, KERNELS, provider="torch_npu", when=OnNpu, featur
 INT4_FORMATS = (*INT4_GROUPS, "int4_row")
 LARGEST = 65535
 """Of a dimension of a quantized product."""
+HEAD_ROWS = 32768
+"""Of a part of an output head: vocabularies have more than `LARGEST`."""
 
 
 class Packed:
@@ -93,9 +100,23 @@ def _int4(q: QTensor) -> Packed:
 
 INT8 = Packing("torch_npu.int8", _int8)
 INT8_NZ = Packing("torch_npu.int8_nz", _int8_nz)
-INT4 = Packing("torch_npu.int4pack", _int4)
+INT4 = Packing("torch_npu.int4pack", _int4, dense=True)
 FP8 = Packing("torch_npu.fp8", lambda q: _pack(q, q.data.transpose(-1, -2).contiguous()))
 INT8_EXPERTS, INT4_EXPERTS = INT8, INT4
+
+
+def _in_parts(pack: Callable[[QTensor], Packed]) -> Callable[[QTensor], list[Packed]]:
+    """A packing of a weight with any number of rows: by parts, none of which has too many."""
+
+    def parts(q: QTensor) -> list[Packed]:
+        rows = q.shape[0]
+        return [pack(q.shard(0, first, min(first + HEAD_ROWS, rows))) for first in range(0, rows, HEAD_ROWS)]
+
+    return parts
+
+
+HEAD_INT8 = Packing("torch_npu.int8_parts", _in_parts(_int8))
+HEAD_INT4 = Packing("torch_npu.int4_parts", _in_parts(_int4), dense=True)
 
 
 def _has_supported_size(op: Any) -> bool:
@@ -133,6 +154,35 @@ def linear_w4a16(view: Any, x: torch.Tensor) -> torch.Tensor:
     return _multiply(view, x)
 
 
+def _multiply_parts(view: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([_multiply(SimpleNamespace(weight=part, bias=None), x) for part in view.weight], -1)
+
+
+def _has_supported_width(op: Any) -> bool:
+    return bool(op.weight.shape[1] <= LARGEST)
+
+
+WIDTH = ("at most 65535 columns", _has_supported_width)
+
+
+@fused("lm_head", WIDTH, features=(), formats=("int8_row",), packs={"weight": HEAD_INT8})
+def lm_head_w8a16(view: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """As `linear_w8a16`, part by part."""
+    return run_head(_multiply_parts, view, x, batch)
+
+
+@fused(
+    "lm_head",
+    WIDTH,
+    ("rows in eights", lambda op: op.weight.shape[0] % 8 == 0),
+    formats=INT4_FORMATS,
+    packs={"weight": HEAD_INT4},
+)
+def lm_head_w4a16(view: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """As `linear_w4a16`, part by part."""
+    return run_head(_multiply_parts, view, x, batch)
+
+
 @fused(
     "linear",
     INT8_PER_TOKEN_LINEAR,
@@ -140,6 +190,7 @@ def linear_w4a16(view: Any, x: torch.Tensor) -> torch.Tensor:
     features=("fused-infer", "int8-dot"),
     formats=("int8_row",),
     packs={"weight": INT8_NZ},
+    **INT8_ACTIVATIONS,
 )
 def linear_w8a8(view: Any, x: torch.Tensor) -> torch.Tensor:
     """Both sides in int8. Without `output_dtype` the result would be int8 as well."""
@@ -150,18 +201,18 @@ def linear_w8a8(view: Any, x: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _has_fp8_tokens(op: Any) -> bool:
-    quant = op.activation_quant
-    return quant is not None and quant.format == "fp8" and quant.group == 0 and op.out_dtype is None
+def _takes_fp8_tokens(op: Any) -> bool:
+    return takes_activations_in(op, "fp8")
 
 
 @fused(
     "linear",
-    ("activations in FP8, a scale a token", _has_fp8_tokens),
+    ("activations in FP8 with a scale a token, or unquantized", _takes_fp8_tokens),
     FITS,
     features=("fused-infer", "fp8"),
     formats=("fp8_row",),
     packs={"weight": FP8},
+    **FP8_ACTIVATIONS,
 )
 def linear_fp8(view: Any, x: torch.Tensor) -> torch.Tensor:
     """Both sides in FP8. The bias is added behind: vllm-ascend says that the product is wrong with one. What a token of
@@ -171,11 +222,3 @@ def linear_fp8(view: Any, x: torch.Tensor) -> torch.Tensor:
     y = npu.npu_quant_matmul(data, view.weight.data, view.weight.scale, pertoken_scale=scale, output_dtype=x.dtype)
     y = y.masked_fill((scale == 0)[:, None], 0.0)
     return y if view.bias is None else y + view.bias
-
-
-@fused("quantize", INT8_PER_TOKEN_QUANTIZE)
-def quantize(view: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """npu_dynamic_quant; a token of zeros has scale 0 there, and 1 here."""
-    data, scale = npu.npu_dynamic_quant(x)
-    zeros = scale == 0
-    return data.masked_fill(zeros[..., None], 0), scale.masked_fill(zeros, 1.0)[..., None]

@@ -105,7 +105,7 @@ def _run(args: argparse.Namespace, screen: Screen, opened: contextlib.ExitStack)
     if found.fits is False:
         needed = _devices_needed(lambda n: estimate(planned(n), memory, step_tokens), devices)
         found = replace(found, devices_needed=needed)
-    for what in explain_no_savings(runner.plan, options.quantization):
+    for what in explain_no_savings(runner.plan, options.quantization, runner.read.schemes_instead):
         screen.warning(what)
     if args.json:
         screen.facts({"model": files.name, "device": runner.backend.name, **found.data()})

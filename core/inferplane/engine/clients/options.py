@@ -12,7 +12,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from inferplane.engine.request.arguments import (
@@ -26,7 +25,9 @@ from inferplane.engine.request.arguments import (
     VERIFY_STRATEGIES,
     as_bool,
     as_integer,
+    check_quantization,
     current_names,
+    resolve_kv_cache_dtype,
 )
 from inferplane.engine.request.other_engines import advice
 from inferplane.engine.request.params import unknown_keyword
@@ -58,15 +59,6 @@ ALIASES = {
     "speculate_verify_window": "verify_window",
 }
 """Other name of a flag or of a setting -> its name. They work everywhere; help does not show them."""
-QUANTIZATIONS = ("weight_only_int8", "weight_only_int4", "a8w8", "a8w8_fp8_wint4")
-STORED_FORMATS = ("awq", "gptq", "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "mxfp4", "gguf")
-"""Formats of checkpoints, which other engines have an option for."""
-SIMILAR = {
-    **dict.fromkeys(("int8", "w8a16", "wint8", "8bit"), "weight_only_int8"),
-    **dict.fromkeys(("int4", "w4a16", "wint4", "4bit"), "weight_only_int4"),
-    "w8a8": "a8w8",
-}
-"""Another engine's name of a quantization on load -> the name here."""
 MAX_BYTES = 2**63 - 1
 """Largest number of bytes; sizes have 64 bits."""
 
@@ -82,24 +74,6 @@ def _name(default: str, metavar: str, form: str = "a name") -> Any:
     return _option(default, metavar, types=str, form=form)
 
 
-def quantization_remedy(value: Any) -> str:
-    """What to pass in place of a value of `quantization` that is unknown; "" for one that resembles nothing."""
-    word = value.lower() if isinstance(value, str) else ""
-    stored = word.replace("_", "-").removesuffix("-marlin")
-    if stored in (name.replace("_", "-") for name in STORED_FORMATS):
-        return f"leave quantization out: a checkpoint in {value} is read as it is"
-    close = get_close_matches(word, QUANTIZATIONS, n=1)
-    found = SIMILAR.get(word) or (close[0] if close else "")
-    return f"perhaps {found} was meant" if found else ""
-
-
-def check_quantization(value: Any) -> None:
-    """Raise UsageError for a value of `quantization` that is neither None nor one of `QUANTIZATIONS`."""
-    if value is not None and value not in QUANTIZATIONS:
-        there_is = f"None, {', '.join(map(repr, QUANTIZATIONS))}"
-        raise UsageError(f"quantization = {value!r:.80}.", there_is=there_is, remedy=quantization_remedy(value))
-
-
 @dataclass(frozen=True)
 class EngineOptions:
     """The options of `LLM`, checked and with their current names.
@@ -113,10 +87,13 @@ class EngineOptions:
         strict: refuse to run when a hot op is left on its slow reference.
         ops: pins of ops, or of sites such as 'layers.*.mlp', to a provider, a variant of the op, reference or
             decomposition.
-        kv_cache_dtype: how the KV cache stores entries: auto (as dtype), fp8, int8 where the backend has them.
+        kv_cache_dtype: how the KV cache stores entries: auto (as dtype), fp8, int8 where the backend has them; c8 in
+            the name of a quantization decides it.
         quantization: quantize linear weights while they are read: weight_only_int8, weight_only_int4, a8w8 (int8, and
-            activations in int8 where a kernel quantizes them), a8w8_fp8_wint4 (experts in int4, the rest in FP8,
-            activations in FP8 where a kernel quantizes them); left out: the checkpoint's format.
+            activations in int8 where a kernel quantizes them), a8w8c8 (that, and a KV cache in int8), a8w8_fp8 (FP8
+            in blocks of 128 x 128, activations in FP8 where a kernel quantizes them; an FP8 checkpoint as it is),
+            a8w8c8_fp8 (that, and a KV cache in fp8), a8w8_fp8_wint4 (as a8w8_fp8, but experts in int4). Each op gets
+            the groups of columns that the device's kernels read; left out: the checkpoint's format.
         kv_cache_bytes: memory for the KV cache; left out: at most 30 % of what is free, and no more than the sequences
             of a step can use. A warning says if it shortens sequences.
         max_num_seqs: maximum sequences per step.
@@ -180,6 +157,7 @@ class EngineOptions:
             if "types" in checks and not isinstance(value, checks["types"]):
                 raise UsageError(f"{name} = {value!r}.", there_is=checks["form"])
         check_quantization(self.quantization)
+        object.__setattr__(self, "kv_cache_dtype", resolve_kv_cache_dtype(self.quantization, self.kv_cache_dtype))
         if self.kv_cache_bytes is not None and self.kv_cache_tokens is not None:
             what = f"kv_cache_bytes = {self.kv_cache_bytes} with kv_cache_tokens = {self.kv_cache_tokens}."
             raise UsageError(what, there_is="one size of the cache", remedy="leave one of them out")

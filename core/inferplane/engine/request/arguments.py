@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Mapping, Sequence, Set
+from difflib import get_close_matches
 from reprlib import repr as short
 from typing import Any
 
@@ -182,3 +183,63 @@ def _no_prompt(found: Any, where: str = "") -> UsageError:
     """The error for a value that is no prompt; `where` follows the value in the message."""
     remedy = "decode bytes first" if isinstance(found, (bytes, bytearray)) else ""
     return UsageError(f"{short(found)}{where} is no prompt.", there_is="strings, and lists of token ids", remedy=remedy)
+
+
+QUANTIZATIONS = {
+    "weight_only_int8": "auto",
+    "weight_only_int4": "auto",
+    "a8w8": "auto",
+    "a8w8c8": "int8",
+    "a8w8_fp8": "auto",
+    "a8w8c8_fp8": "fp8",
+    "a8w8_fp8_wint4": "auto",
+}
+"""Name -> `kv_cache_dtype` that belongs to it: c8 is a cache in 8 bits, of the kind of the products; auto: any."""
+STORED_FORMATS = ("awq", "gptq", "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "mxfp4", "gguf")
+"""Formats of checkpoints, which other engines have an option for."""
+SIMILAR = {
+    **dict.fromkeys(("int8", "w8a16", "wint8", "8bit"), "weight_only_int8"),
+    **dict.fromkeys(("int4", "w4a16", "wint4", "4bit"), "weight_only_int4"),
+    "w8a8": "a8w8",
+    "w8a8c8": "a8w8c8",
+    **dict.fromkeys(("block_wise_fp8", "w8a8_fp8", "fp8_w8a8"), "a8w8_fp8"),
+}
+"""Another engine's name of a quantization on load -> the name here."""
+
+
+def quantization_remedy(value: Any) -> str:
+    """What to pass in place of a value of `quantization` that is unknown; "" for one that resembles nothing."""
+    word = value.lower() if isinstance(value, str) else ""
+    stored = word.replace("_", "-").removesuffix("-marlin")
+    if stored in (name.replace("_", "-") for name in STORED_FORMATS):
+        return f"leave quantization out: a checkpoint in {value} is read as it is"
+    close = get_close_matches(word, QUANTIZATIONS, n=1)
+    found = SIMILAR.get(word) or (close[0] if close else "")
+    return f"perhaps {found} was meant" if found else ""
+
+
+def check_quantization(value: Any) -> None:
+    """Raise UsageError for a value of `quantization` that is neither None nor one of `QUANTIZATIONS`."""
+    if value is not None and (not isinstance(value, str) or value not in QUANTIZATIONS):
+        there_is = f"None, {', '.join(map(repr, QUANTIZATIONS))}"
+        raise UsageError(f"quantization = {value!r:.80}.", there_is=there_is, remedy=quantization_remedy(value))
+
+
+def resolve_kv_cache_dtype(quantization: str | None, kv_cache_dtype: str) -> str:
+    """The KV dtype of a quantization and the option `kv_cache_dtype`.
+
+    Raises:
+        UsageError: the quantization has a KV dtype of its own, and the option is neither "auto" nor that.
+    """
+    own = QUANTIZATIONS.get(quantization or "", "auto")
+    if own == "auto" or kv_cache_dtype == own:
+        return kv_cache_dtype
+    if kv_cache_dtype == "auto":
+        return own
+    assert quantization is not None
+    without = quantization.replace("c8", "")
+    raise UsageError(
+        f"quantization = {quantization!r} with kv_cache_dtype = {kv_cache_dtype!r}.",
+        there_is=f"{quantization} with a KV cache in {own}, which c8 in the name stands for",
+        remedy=f"leave kv_cache_dtype out, or pass quantization={without!r} with kv_cache_dtype={kv_cache_dtype!r}",
+    )

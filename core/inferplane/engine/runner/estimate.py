@@ -14,8 +14,9 @@ from inferplane.kvcache import blocks_held, widest_window
 from inferplane.units import format_bytes
 
 SCHEMA = 1
-SMALLER = ("weight_only_int8", "weight_only_int4")
-"""Quantizations that are tried where a model is too large for a device."""
+SMALLER = ("weight_only_int8", "a8w8", "a8w8_fp8", "weight_only_int4")
+"""Quantizations that are tried where a model is too large for a device; one that is no smaller than one before it, as
+where the device's kernels do not read it, is not named."""
 LENGTHS = (1024, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
@@ -223,7 +224,7 @@ def check_fit(model: PlannedModel, free_bytes: int, plan_with: Callable[..., Pla
         for changes in (narrow, *({**narrow, "quantization": scheme} for scheme in SMALLER)):
             with contextlib.suppress(InferplaneError):  # the device has no kernels for it
                 size = plan_with(**changes).plan.weight_bytes if changes else needed
-                sizes += [(changes, size)] if size < needed else []
+                sizes += [(changes, size)] if size < min([needed, *(size for _, size in sizes)]) else []
     command = f"inferplane estimate {model.files.name} --device {device}"
     fitting = next((changes for changes, size in sizes if size <= free_bytes), None)
     if fitting is not None:

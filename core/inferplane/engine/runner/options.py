@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from inferplane.engine.request.arguments import resolve_kv_cache_dtype
 from inferplane.engine.runner.model_files import ModelFiles
 from inferplane.errors import UsageError, warn
 from inferplane.renamed import old_names
@@ -44,6 +45,9 @@ class RunnerOptions:
         draft_quantization: scheme by which the weights of layers that draft are quantized while they are read, or
             "none"; None: as `drafters.choose_quantization` says.
         kv_cache_tokens: tokens that the cache holds; None: `kv_cache_bytes` decides.
+
+    Raises:
+        UsageError: `quantization` has another KV dtype of its own than `kv_cache_dtype`.
     """
 
     dtype: str | torch.dtype = "auto"
@@ -70,6 +74,9 @@ class RunnerOptions:
     mtp_files: ModelFiles | None = None
     draft_quantization: str | None = None
     kv_cache_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kv_cache_dtype", resolve_kv_cache_dtype(self.quantization, self.kv_cache_dtype))
 
     @property
     def has_own_mtp(self) -> bool:

@@ -24,7 +24,7 @@ from inferplane.engine.runner.kv_cache import (
 )
 from inferplane.engine.runner.loading.device_model import DeviceModel
 from inferplane.engine.runner.loading.drafters import OWN, Drafter, build_drafters
-from inferplane.engine.runner.loading.weight_formats import count_expanded, find_formats, formats_read_by_row
+from inferplane.engine.runner.loading.weight_formats import build_as_read, count_expanded, formats_read_by_row
 from inferplane.engine.runner.model_files import ModelFiles
 from inferplane.engine.runner.options import RunnerOptions
 from inferplane.engine.runner.ranks import Ranks
@@ -91,6 +91,12 @@ class PlannedModel(DeviceModel):
                 f"See `inferplane explain {self.files.name} --device {self.backend.name}` for the reasons; strict=True "
                 "refuses such a plan."
             )
+        if slow := self.plan.unread_caches():
+            reasons = ", ".join(sorted({f"{op.name} ({choice.kv_dtype_unread})" for _, _, op, choice in slow}))
+            warn(
+                f"On device {self.backend.name!r} hot ops run on torch because of kv_cache_dtype = "
+                f"{self.options.kv_cache_dtype!r}: {reasons}. Leave it out for speed; strict=True refuses such a plan."
+            )
         self.host.emit(Event("plan.bound", {"device": self.backend.name, "model": self.files.name}))
 
     def check_chosen(self) -> None:
@@ -115,14 +121,19 @@ class PlannedModel(DeviceModel):
         self.assumed = assumed
         names, scheme = self.names_in(self.files), self.options.quantization
         config = self.files.config if names is None else self.files.config_of_tensors()
-        found = find_formats(self, config, scheme, names)
+
+        def make(found: QuantFormats) -> tuple[CausalLM, list[str]]:
+            rows, unread, length = formats_read_by_row(self), list(found.unread), self.max_model_len
+            mtp, quants = self.options.has_own_mtp, found.activation_quants
+            plans = Build(config, self.placement, found.format_of, length, mtp, unread, quants, rows)
+            return build(plans, self.host.models()), plans.ignored
+
+        (base, ignored), self.read = build_as_read(self, config, scheme, names, make, lambda made: made[:1])
+        found = self.read.formats
         self.readers, self.view = {**READERS, **found.readers}, found.view
         self.expanded = count_expanded(config, found.format_of)
-        rows, unread, length = formats_read_by_row(self), list(found.unread), self.max_model_len
-        mtp, quants = self.options.has_own_mtp, found.activation_quants
-        plans = Build(config, self.placement, found.format_of, length, mtp, unread, quants, rows)
-        self.base: CausalLM = build(plans, self.host.models())
-        self.config, self.ignored = config, plans.ignored
+        self.base: CausalLM = base
+        self.config, self.ignored = config, ignored
         self.add_drafters(apart=not self.options.has_own_mtp)
         self._choose_kernels()
 
@@ -287,8 +298,8 @@ class PlannedModel(DeviceModel):
         return explain_text(self.plan, self.files.name, verbose=verbose, **self._describe_caches_and_steps())
 
     def describe_caches(self) -> dict[str, Any]:
-        """The entries `kv_tables` and, if there are any, `drafters`, and the `states` that layers keep of sequences, of
-        `explain`.
+        """The entries `kv_tables` and, if there are any, `drafters`, the `states` that layers keep of sequences, and
+        what is `quantized` while it is read, of `explain`.
         """
         data: dict[str, Any] = {"kv_tables": self.tables.data()}
         if drafters := self.describe_drafters():
@@ -296,6 +307,8 @@ class PlannedModel(DeviceModel):
         if sequence_bytes := self.count_state_bytes():
             layers = sum(request.states is not None for request in self.layer_requests())
             data["states"] = {"layers": layers, "sequence_bytes": sequence_bytes}
+        if choices := self.read.chosen.choices:
+            data["quantized"] = [choice.data() for choice in choices]
         return data
 
     def describe_drafters(self) -> list[dict[str, Any]]:

@@ -49,9 +49,20 @@ def is_plain_linear(linear: Any) -> bool:
     return linear.activation_quant is None and linear.out_dtype is None
 
 
-def _has_int8_activations(op: Any) -> bool:
-    quant = op.activation_quant
-    return quant is not None and quant.format == "int8" and quant.group == 0 and op.out_dtype is None
+def takes_activations_in(op: Any, format: str, group: int = 0) -> bool:
+    """Whether a kernel of `linear` that quantizes activations can compute the op: it quantizes them itself to this
+    format with this group, or passes them unquantized, and its checkpoint brings no static scale.
+
+    Whether the kernel *may* quantize them is the matter of `Kernel.extra_error`.
+    """
+    own, requested = op.activation_quant, op.weight.activation_quant
+    static = requested is not None and requested.static
+    fits = not static if own is None else own.format == format and own.group == group
+    return op.out_dtype is None and fits
+
+
+def _takes_int8_activations(op: Any) -> bool:
+    return takes_activations_in(op, "int8")
 
 
 def _has_flash_mla_head_size(op: Any) -> bool:
@@ -71,8 +82,12 @@ ADD_NORM_WEIGHT = (NORM_WEIGHT[0], lambda op: op.norm.weight.dtype is None)
 
 PLAIN_ACTIVATIONS = ("activations and result in the plan's dtype", is_plain_linear)
 """Of `linear` kernels that quantize only the weight."""
-INT8_PER_TOKEN_LINEAR = ("activations in int8, a scale per token", _has_int8_activations)
-"""Of `linear` kernels."""
+INT8_PER_TOKEN_LINEAR = ("activations in int8 with a scale per token, or unquantized", _takes_int8_activations)
+"""Of `linear` kernels, beside `INT8_ACTIVATIONS`."""
+INT8_ACTIVATIONS: dict[str, Any] = {"extra_error": 0.03, "quantizes_activations_to": "int8"}
+"""Options of kernels that quantize activations: each number may be off by 1/254 of its row's largest."""
+FP8_ACTIVATIONS: dict[str, Any] = {"extra_error": 0.06, "quantizes_activations_to": "fp8"}
+"""As `INT8_ACTIVATIONS`: each number may be off by 1/16."""
 INT8_PER_TOKEN_QUANTIZE = ("int8 with a scale per token", lambda op: op.format == "int8" and op.group == 0)
 """Of `quantize` kernels."""
 

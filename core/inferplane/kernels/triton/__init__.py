@@ -51,7 +51,6 @@ def triton_kernels(kv_layouts: Sequence[str], tiles: Callable[[Any, Context], Ti
         kernel("silu_mul", "activations:silu_mul", plain),
         kernel("activation_mul", "activations:activation_mul", plain),
         kernel("activation", "activations:activation", plain),
-        kernel("quantize", "rowwise:quantize", plain),
         kernel("rope", "kv_write:rope", plain),
         kernel("causal_conv1d", "recurrent.conv:causal_conv1d", decode),
         kernel("gated_delta_rule", "recurrent.delta_rule:gated_delta_rule", decode),

@@ -247,13 +247,6 @@ def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> t
     return y, total
 
 
-def quantize(view: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The op `quantize`: values and scales. Nothing is launched where the kernel that computed `x` left its quantized
-    form.
-    """
-    return quantize_rows(x, view.format, view.group, is_dependent(view))
-
-
 def quantize_rows(x: torch.Tensor, format: str, group: int, ahead: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Values and float32 scales of `x` `[T, K]`: those that the kernel which computed `x` left, without a launch, else
     made here, one program per row and group.

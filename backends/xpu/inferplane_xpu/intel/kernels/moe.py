@@ -109,7 +109,7 @@ def _fp8(q: QTensor) -> Stack:
 
 
 EXPERTS = Packing("vllm_xpu.experts", _pack_plain)
-INT4_EXPERTS = Packing("vllm_xpu.int4_experts", _int4)
+INT4_EXPERTS = Packing("vllm_xpu.int4_experts", _int4, dense=True)
 FP8_EXPERTS = Packing("vllm_xpu.fp8_experts", _fp8)
 
 

@@ -14,9 +14,16 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.fused.needs import FLOATS, PLAIN_ACTIVATIONS, declare_fused
+from inferplane.kernels.fused.heads import run_head
+from inferplane.kernels.fused.needs import (
+    FLOATS,
+    FP8_ACTIVATIONS,
+    PLAIN_ACTIVATIONS,
+    declare_fused,
+    takes_activations_in,
+)
 from inferplane.kernels.fused.packings import Int8Rows
-from inferplane.plugin import Kernels, Packing, QTensor
+from inferplane.plugin import Batch, Kernels, Packing, QTensor
 from inferplane_xpu.intel.kernels.when import MATRIX, RANK_TORCH_PACKED
 
 vllm, xpu, aten = torch.ops._C, torch.ops._xpu_C, torch.ops.aten
@@ -105,8 +112,8 @@ class Fp8:
         self.scale = weight.scale[:, 0].contiguous() if by_row else weight.scale.t().contiguous()
 
 
-ONEDNN = Packing("vllm_xpu.int4", _onednn)
-TORCH_XPU = Packing("torch_xpu.int4pack", _torch_xpu)
+ONEDNN = Packing("vllm_xpu.int4", _onednn, dense=True)
+TORCH_XPU = Packing("torch_xpu.int4pack", _torch_xpu, dense=True)
 INT8_ROWS = Packing("torch_xpu.int8_rows", Int8Rows)
 FP8_WEIGHT = Packing("vllm_xpu.fp8", Fp8)
 
@@ -120,15 +127,9 @@ def _has_whole_blocks(op: Any) -> bool:
     return op.weight.format == "fp8_row" or (n % BLOCK == 0 and k % BLOCK == 0 and k > BLOCK)
 
 
-def _has_fp8_activations(op: Any) -> bool:
-    by_row = op.weight.format == "fp8_row"
-    return (
-        op.out_dtype is None
-        and op.activation_quant is not None
-        and op.activation_quant.format == "fp8"
-        and op.activation_quant.group == (0 if by_row else BLOCK)
-        and op.weight.shape[1] % 8 == 0
-    )
+def _takes_fp8_activations(op: Any) -> bool:
+    group = 0 if op.weight.format == "fp8_row" else BLOCK
+    return takes_activations_in(op, "fp8", group) and op.weight.shape[1] % 8 == 0
 
 
 WHOLE_WORDS = ("rows in eights and columns in groups of 128", _has_whole_words)
@@ -189,10 +190,11 @@ def linear_fp8(view: Any, x: torch.Tensor) -> torch.Tensor:
 
 @fused(
     "linear",
-    ("activations in FP8, by rows or by 128 as the weight is", _has_fp8_activations),
+    ("activations in FP8 by rows or by 128 as the weight is, or unquantized", _takes_fp8_activations),
     WHOLE_BLOCKS,
     formats=("fp8_row", "fp8_block"),
     packs={"weight": FP8_WEIGHT},
+    **FP8_ACTIVATIONS,
 )
 def linear_fp8_act(view: Any, x: torch.Tensor) -> torch.Tensor:
     """_xpu_C::fp8_gemm on activations that the extension quantizes, by rows or by groups of 128."""
@@ -207,3 +209,37 @@ def linear_fp8_act(view: Any, x: torch.Tensor) -> torch.Tensor:
         vllm.per_token_group_fp8_quant(x, data, scale, BLOCK, 1e-10, -FP8_MAX, FP8_MAX, False, False, False)
     y: torch.Tensor = xpu.fp8_gemm(data, w.data, x.dtype, scale, w.scale, view.bias)
     return y
+
+
+@fused("lm_head", WHOLE_WORDS, formats=INT4, packs={"weight": ONEDNN})
+def lm_head_int4(view: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """As `linear_int4`."""
+    return run_head(linear_int4, view, x, batch)
+
+
+@fused(
+    "lm_head",
+    WHOLE_WORDS,
+    provider="torch_xpu",
+    features=("int4-product",),
+    formats=INT4,
+    rank=RANK_TORCH_PACKED,
+    packs={"weight": TORCH_XPU},
+)
+def lm_head_int4pack(view: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """As `linear_int4pack`."""
+    return run_head(linear_int4pack, view, x, batch)
+
+
+@fused(
+    "lm_head",
+    provider="torch_xpu",
+    dtypes=FLOATS,
+    features=("int8-product",),
+    formats=("int8_row",),
+    rank=RANK_TORCH_PACKED,
+    packs={"weight": INT8_ROWS},
+)
+def lm_head_int8pack(view: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """As `linear_int8pack`."""
+    return run_head(linear_int8pack, view, x, batch)

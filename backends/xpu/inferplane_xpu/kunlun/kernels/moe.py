@@ -6,15 +6,23 @@ compute, and up to how many experts, as its tests found on a P800: ops/moe/route
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from inferplane.kernels.fused.needs import ALL_EXPERTS_LOCAL, FLOATS, PLAIN_SOFTMAX_ROUTING, declare_fused
+from inferplane.kernels.fused.needs import (
+    ALL_EXPERTS_LOCAL,
+    FLOATS,
+    INT8_ACTIVATIONS,
+    PLAIN_SOFTMAX_ROUTING,
+    declare_fused,
+)
 from inferplane.kernels.fused.operands import allocate_routing
 from inferplane.kernels.fused.packings import FLOAT32
 from inferplane.plugin import Kernels
+from inferplane_xpu.kunlun.kernels.quant import INT8_EXPERTS, StackedRows, quantize_rows
 from inferplane_xpu.kunlun.kernels.when import GROUP_TOPK, KUNLUN, SPEEDGATE
 from inferplane_xpu.library import Library
 
@@ -114,24 +122,69 @@ def _sort_pairs(x: torch.Tensor, ids: torch.Tensor, experts: int) -> tuple[torch
     return places, starts, rows
 
 
+Product = Callable[[torch.Tensor, Any, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""A product over experts: `(rows, weight, where experts start, places of pairs, result)`."""
+
+
 def _multiply(
     x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor, places: torch.Tensor, y: torch.Tensor
 ) -> None:
     kunlun.moe_fc(x=x, weight=weight, sorted_tokens_num_lod=starts, sorted_tokens_idx=places, moe_topk=y.shape[1], y=y)
 
 
+def _multiply_int8(
+    x: torch.Tensor, weight: StackedRows, starts: torch.Tensor, places: torch.Tensor, y: torch.Tensor
+) -> None:
+    data, largest = quantize_rows(x)
+    kunlun.moe_fc(
+        x=data,
+        weight=weight.data,
+        sorted_tokens_num_lod=starts,
+        sorted_tokens_idx=places,
+        moe_topk=y.shape[1],
+        y=y,
+        x_perchannel_max=largest,
+        w_perchannel_max=weight.largest,
+    )
+
+
 @fused("moe_experts", ALL_EXPERTS_LOCAL, features=(*KUNLUN, *SPEEDGATE))
 def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Rows stay in the order of experts from the sorting to the sum, which is given the position of each pair."""
-    experts, columns, _ = view.gate_up.shape
+    """Experts in the activations' dtype."""
+    return _run_experts(view, x, weights, ids, view.gate_up.shape, _multiply)
+
+
+@fused(
+    "moe_experts",
+    ALL_EXPERTS_LOCAL,
+    features=(*KUNLUN, *SPEEDGATE, "int8-dot"),
+    formats=("int8_row",),
+    packs={"gate_up": INT8_EXPERTS, "down": INT8_EXPERTS},
+    **INT8_ACTIVATIONS,
+)
+def moe_experts_w8a8(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Both sides of both products in int8; a pair's row is quantized before each.
+
+    Source: the chain of calls and its reference in vllm_kunlun/ops (fused_moe_int8) and tests/ut/ops at f926eebd.
+    """
+    return _run_experts(view, x, weights, ids, view.gate_up.data.shape, _multiply_int8)
+
+
+def _run_experts(
+    view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, shape: Sequence[int], product: Product
+) -> torch.Tensor:
+    """Rows stay in the order of experts from the sorting to the sum, which is given the position of each pair. `shape`
+    is that of gate and up.
+    """
+    experts, columns, _ = shape
     x, ids, weights = x.contiguous(), ids.int().contiguous(), weights.float().contiguous()
     places, starts, rows = _sort_pairs(x, ids, experts)
     h = x.new_empty(*ids.shape, columns)
-    _multiply(rows, view.gate_up, starts, places, h)
+    product(rows, view.gate_up, starts, places, h)
     act = x.new_empty(ids.numel(), columns // 2)
     kunlun.swiglu(x=h.view(-1, columns), y=act)
     y = x.new_empty(*ids.shape, x.shape[1])
-    _multiply(act, view.down, starts, places, y)
+    product(act, view.down, starts, places, y)
     out = torch.empty_like(x)
     kunlun.moe_post(y, places.view_as(ids), weights, torch.ones_like(weights), out)
     return out

@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.fused.heads import run_head
 from inferplane.kernels.fused.needs import (
+    INT8_ACTIVATIONS,
     INT8_PER_TOKEN_LINEAR,
-    INT8_PER_TOKEN_QUANTIZE,
     PLAIN_ACTIVATIONS,
     declare_fused,
 )
 from inferplane.kernels.fused.packings import INT4_GROUPS
-from inferplane.plugin import Kernels, Packing, QTensor, UsageError
+from inferplane.plugin import Batch, Kernels, Packing, QTensor, UsageError
 from inferplane_xpu.kunlun.kernels.when import KUNLUN
 from inferplane_xpu.library import Library
 
@@ -56,11 +57,28 @@ class Rows:
         self.shift = None if weight.zero is None else (weight.scale * weight.zero)[:, 0]
 
 
+class StackedRows:
+    """Experts' int8 rows `[E, N, K]` and each one's maximum `[E, N]`.
+
+    Args:
+        weight: a stack without zero points, which no checkpoint of 8 bits has.
+    """
+
+    def __init__(self, weight: QTensor) -> None:
+        self.data, self.largest = weight.data.contiguous(), (weight.scale[..., 0] * LARGEST).contiguous()
+
+
 INT8_ROWS = Packing("kunlun_ops.int8_rows", Rows)
+INT8_EXPERTS = Packing("kunlun_ops.int8_experts", StackedRows)
 
 
 @fused(
-    "linear", INT8_PER_TOKEN_LINEAR, features=(*KUNLUN, "int8-dot"), formats=("int8_row",), packs={"weight": INT8_ROWS}
+    "linear",
+    INT8_PER_TOKEN_LINEAR,
+    features=(*KUNLUN, "int8-dot"),
+    formats=("int8_row",),
+    packs={"weight": INT8_ROWS},
+    **INT8_ACTIVATIONS,
 )
 def linear_w8a8(view: Any, x: torch.Tensor) -> torch.Tensor:
     """kunlun_ops.quant2d and matmul; the bias goes in float32. What a token of zeros becomes in int8 is written
@@ -87,14 +105,6 @@ def linear_w8a8(view: Any, x: torch.Tensor) -> torch.Tensor:
         return out
     sums = data.float().sum(-1, keepdim=True) * (largest / LARGEST)
     return (out.float() - sums * w.shift).to(x.dtype)
-
-
-@fused("quantize", INT8_PER_TOKEN_QUANTIZE)
-def quantize(view: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """kunlun_ops.quant2d; a token of zeros has maximum 0 there, and zeros with scale 1 here."""
-    data, largest = quantize_rows(x)
-    zeros = largest == 0
-    return data.masked_fill(zeros, 0), (largest / LARGEST).masked_fill(zeros, 1.0)
 
 
 def words(entries: torch.Tensor) -> torch.Tensor:
@@ -162,3 +172,15 @@ def linear_w4a16(view: Any, x: torch.Tensor) -> torch.Tensor:
             group_size=w.group,
         )
     return out if view.bias is None else out + view.bias
+
+
+@fused(
+    "lm_head",
+    ("rows in eights and whole groups", _has_whole_groups),
+    dtypes=(torch.float16,),
+    formats=tuple(INT4_GROUPS),
+    packs={"weight": INT4_WORDS},
+)
+def lm_head_w4a16(view: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """As `linear_w4a16`."""
+    return run_head(linear_w4a16, view, x, batch)

@@ -13,7 +13,7 @@ import torch
 
 from inferplane.binding import Loaded, TensorSource
 from inferplane.engine.runner.loading.device_model import DeviceModel
-from inferplane.engine.runner.loading.weight_formats import find_formats, formats_read_by_row
+from inferplane.engine.runner.loading.weight_formats import build_as_read, find_formats, formats_read_by_row
 from inferplane.engine.runner.model_files import ModelFiles
 from inferplane.errors import warn
 from inferplane.models import Build
@@ -21,7 +21,7 @@ from inferplane.models.draft_layers import DraftLayers
 from inferplane.models.families import mtp
 from inferplane.models.families.eagle import eagle_head
 from inferplane.ops import CausalLM
-from inferplane.quant import QuantFormats
+from inferplane.quant import QuantFormats, takes_as_stored
 from inferplane.types import PLAIN, Shard
 
 AS_STORED = "none"
@@ -111,25 +111,34 @@ def _build_mtp(planned: DeviceModel, model: CausalLM, files: ModelFiles) -> Draf
     copies = _find_copies(planned, files, stored, found) if own_files else {}
     renamed = {mtp.COPIES[what][0]: name for what, name in copies.items()}
 
-    def format_of(name: str) -> str:
-        # Schemes go by the model's names, formats of files by the names in them.
-        return found.format_of(name if scheme is not None else renamed.get(name) or stored.find_name(name))
+    quantized = scheme is not None and not takes_as_stored(scheme, config)
 
-    place, positions, rows = planned.placement, planned.max_model_len, formats_read_by_row(planned)
-    build = Build(config, place, format_of, positions, True, [], found.activation_quants, rows)
-    layers = mtp.mtp_layers(model, build, stored, copies, planned.host.models())
-    prefixes = tuple(f"model.layers.{number}." for number in stored.numbers)
-    return Drafter("mtp", files, scheme, found, replace(layers, unread=(*layers.unread, *found.unread)), prefixes)
+    def make(found: QuantFormats) -> DraftLayers:
+        def format_of(name: str) -> str:
+            # Schemes go by the model's names, formats of files by the names in them.
+            return found.format_of(name if quantized else renamed.get(name) or stored.find_name(name))
+
+        place, positions, rows = planned.placement, planned.max_model_len, formats_read_by_row(planned)
+        build = Build(config, place, format_of, positions, True, [], found.activation_quants, rows)
+        return mtp.mtp_layers(model, build, stored, copies, planned.host.models())
+
+    layers, read = build_as_read(planned, config, scheme, names, make, lambda made: made.layers)
+    prefixes, unread = tuple(f"model.layers.{number}." for number in stored.numbers), read.formats.unread
+    return Drafter("mtp", files, scheme, read.formats, replace(layers, unread=(*layers.unread, *unread)), prefixes)
 
 
 def _build_eagle(planned: DeviceModel, model: CausalLM, files: ModelFiles) -> Drafter:
     """The EAGLE head in `files`."""
     options, names, place = planned.options, planned.names_in(files), planned.placement
     scheme = choose_quantization(options.draft_quantization, options.quantization, files, own_files=True)
-    found = find_formats(planned, files.config, scheme, names)
-    unread, quants = list(found.unread), found.activation_quants
-    build = Build(files.config, place, found.format_of, planned.max_model_len, False, unread, quants)
-    return Drafter("eagle", files, scheme, found, eagle_head(model, build, names))
+
+    def make(found: QuantFormats) -> DraftLayers:
+        unread, quants = list(found.unread), found.activation_quants
+        build = Build(files.config, place, found.format_of, planned.max_model_len, False, unread, quants)
+        return eagle_head(model, build, names)
+
+    layers, read = build_as_read(planned, files.config, scheme, names, make, lambda made: made.layers)
+    return Drafter("eagle", files, scheme, read.formats, layers)
 
 
 OWN = DraftLayers((), copies=tuple(mtp.COPIES))

@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 from inferplane import quant
 from inferplane.engine.runner.loading.device_model import DeviceModel
 from inferplane.models import Config
+from inferplane.ops import Op
 from inferplane.plugins import PluginHost
-from inferplane.quant import QuantFormats, latent_formats, latent_request, quantize_on_load, read_quant_config
+from inferplane.quant import (
+    SCHEMES,
+    Chosen,
+    QuantFormats,
+    latent_formats,
+    latent_request,
+    quantize_on_load,
+    read_quant_config,
+    takes_as_stored,
+)
 from inferplane.types import PLAIN, Placement, WeightFormat
+
+Made = TypeVar("Made")
 
 
 def find_formats(
-    planned: DeviceModel, config: Config, scheme: str | None, names: Collection[str] | None
+    planned: DeviceModel,
+    config: Config,
+    scheme: str | None,
+    names: Collection[str] | None,
+    chosen: Mapping[str, str] = MappingProxyType({}),
 ) -> QuantFormats:
     """The weight formats of files.
 
@@ -25,17 +42,68 @@ def find_formats(
         config: of the files.
         scheme: by which they are quantized while they are read; None: not at all.
         names: of the tensors in them; None without a checkpoint.
+        chosen: formats by name that the scheme is to take in place of its first ones.
 
     Raises:
         As `quantize_on_load` and `read_quant_config`.
     """
     host = planned.host
-    if scheme is None:
+    if scheme is None or takes_as_stored(scheme, config):
         formats = {name: partial(_open_format, host, name) for name in host.quantization()}
         return read_quant_config(config.get("quantization_config"), names, formats, host.vacant_formats())
     request = latent_request(config)
     layouts = [x.name for x in planned.kv_layouts(request)] if request is not None else []
-    return quantize_on_load(scheme, config, latent_formats(planned.kernels, planned.settings, layouts, planned.pins))
+    latent = latent_formats(planned.kernels, planned.settings, layouts, planned.pins)
+    return quantize_on_load(scheme, config, latent, chosen)
+
+
+class FormatsRead(NamedTuple):
+    """The formats that weights get while they are read.
+
+    Args:
+        formats: of all weights.
+        chosen: those by a scheme, with the reasons.
+        schemes_instead: other schemes whose formats the device's kernels read, if they do not read all of these.
+    """
+
+    formats: QuantFormats
+    chosen: Chosen = Chosen()
+    schemes_instead: Sequence[str] = ()
+
+
+def build_as_read(
+    planned: DeviceModel,
+    config: Config,
+    scheme: str | None,
+    names: Collection[str] | None,
+    make: Callable[[QuantFormats], Made],
+    ops_of: Callable[[Made], Iterable[Op]],
+) -> tuple[Made, FormatsRead]:
+    """Build ops with the formats of their files, or with the best ones of a scheme that the device's kernels read.
+
+    Args:
+        planned: the model's device and options.
+        config: of the files.
+        scheme: by which they are quantized while they are read; None: not at all.
+        names: of the tensors in them; None without a checkpoint.
+        make: builds the ops.
+        ops_of: the ops in what it returns.
+
+    Raises:
+        As `find_formats`, and what `make` raises.
+    """
+    found = find_formats(planned, config, scheme, names)
+    made = make(found)
+    if scheme is None or takes_as_stored(scheme, config):
+        return made, FormatsRead(found)
+    reads = quant.make_reads(planned.kernels, planned.settings, planned.pins)
+    ops = list(ops_of(made))
+    chosen = quant.choose_formats(ops, SCHEMES[scheme], reads)
+    instead = () if chosen.all_read else quant.schemes_instead(ops, scheme, reads)
+    if any(found.format_of(name) != format for name, format in chosen.by_name.items()):
+        found = find_formats(planned, config, scheme, names, chosen.by_name)
+        made = make(found)
+    return made, FormatsRead(found, chosen, instead)
 
 
 def formats_read_by_row(planned: DeviceModel) -> frozenset[str]:

@@ -68,7 +68,9 @@ def _load_model(planned: PlannedModel, missing: Missing, progress: Progress | No
         )
         if source is not None and not again:
             check_frequencies(planned.files.config, planned.files.source(), found.ignored)
-    savings = () if again else explain_no_savings(planned.plan, planned.options.quantization)
+    savings = (
+        () if again else explain_no_savings(planned.plan, planned.options.quantization, planned.read.schemes_instead)
+    )
     for what in (*savings, *found.complaints(planned.files.name)):
         warn(what)
     return found

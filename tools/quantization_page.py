@@ -1,0 +1,168 @@
+"""The page docs/quantization-matrix.md: what each device does with each quantization and KV dtype, from its plans."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from inferplane.conformance.configs import SLICES
+from inferplane.engine import ModelFiles, Runner, RunnerOptions
+from inferplane.engine.request.arguments import QUANTIZATIONS
+from inferplane.errors import UsageError
+from inferplane.models import Config
+from inferplane.plugins import PluginHost
+
+MODELS = {"Llama-3.1-8B": "llama_8b_two_layers", "DeepSeek-V3": "deepseek_v3_two_layers"}
+"""Models at their true sizes; two layers decide as all do."""
+MORE_ARCHS = (("npu", "950"),)
+"""Architectures beside each device's first one."""
+CACHES = ("auto", "int8", "fp8")
+FORMS = {"int8": "weights in int8", "int4": "weights in int4", "fp8": "weights in FP8"}
+NATIVE, WEIGHTS_ONLY, EXPANDED, ON_TORCH, REFUSED = "n", "w", "e", "t", "-"
+
+INTRO = """# Quantizations by device
+
+For each value of `quantization` and of `kv_cache_dtype` what `explain` says of a model in bfloat16, on the device's
+first architecture or the one that is named. The three letters of a cell are those of a KV cache in the model's dtype,
+in int8 and in fp8; c8 in a name decides the KV cache, so there is one letter.
+
+- **n**: native. Every weight that the quantization quantizes stays so, activations are quantized where the name says
+  so, and attention reads the cache by a kernel.
+- **w**: as n, but some or all activations stay as they are: no kernel of the device quantizes them.
+- **e**: weights of some op are expanded at load, because no kernel of that op reads any of the quantization's forms.
+- **t**: attention runs on torch's operators, because no kernel of the device reads that KV dtype. Where weights are
+  expanded too, the letter is e.
+- **-**: refused. The device has no KV cache in that dtype.
+
+Below each table stands why, for every letter but n and w: the operator that the vendor does not have, or that is not
+bound.
+
+"""
+
+NO_KERNEL = "the backend declares no kernel for it"
+"""Of devices without reasons, which are new."""
+_NO_FP8 = "the chip has no FP8 product"
+_DCU_FP8 = "the vendor's FP8 kernels are built for gfx938 alone, and are not bound"
+_DCU_INT8 = "lightop multiplies int8 by int8 alone (hipblaslt_w8a8_gemm): that is `a8w8`"
+_DCU_INT4 = "lightop's AWQ product is not bound: how it packs weights is published in tests alone"
+_GCU_INT4 = (
+    "awq_gemm_gcu and gptq_gemm_gcu read weights in an order of their own (rearrange.py), which is not made here"
+)
+_KUNLUN_INT8 = "kunlun_ops.matmul multiplies int8 by int8 alone: that is `a8w8`"
+_KUNLUN_INT4 = "kunlun_ops.awq_gemm computes in float16 alone: with `dtype` float16 it is bound"
+_KUNLUN_CACHE = "the call forms of kunlun_ops' cache writes and attention have no scales"
+_CPU_FP8 = "the native attention reads bfloat16 and int8 entries"
+REASONS: Mapping[tuple[str, str, str], str] = {
+    ("cpu", "attention", "fp8"): _CPU_FP8,
+    ("cpu", "mla", "fp8"): _CPU_FP8,
+    ("npu", "linear", "fp8"): "npu_quant_matmul takes FP8 on the 950 alone",
+    ("npu", "moe_experts", "fp8"): "npu_grouped_matmul takes FP8 on the 950 alone, and that form is not bound",
+    ("npu", "attention", "int8"): "npu_fused_infer_attention_score reads int8 with scales of its own layout; not bound",
+    ("npu", "mla", "int8"): "npu_fused_infer_attention_score with latents in int8 is not bound",
+    ("npu", "cache", "fp8"): "npu_fused_infer_attention_score's FP8 cache, of the 950, is not bound",
+    ("dcu", "linear", "int8"): _DCU_INT8,
+    ("dcu", "lm_head", "int8"): _DCU_INT8,
+    ("dcu", "moe_experts", "int8"): "lightop's moe_gemm_marlin_w8a8, int8 by int8, is not bound",
+    ("dcu", "linear", "int4"): _DCU_INT4,
+    ("dcu", "lm_head", "int4"): _DCU_INT4,
+    ("dcu", "moe_experts", "int4"): "lightop's Marlin products over experts in int4 are not bound",
+    ("dcu", "linear", "fp8"): _DCU_FP8,
+    ("dcu", "moe_experts", "fp8"): _DCU_FP8,
+    ("dcu", "cache", "fp8"): "flash_mla's fwd_kvcache_quantization_mla and hcu_ops' cache writes in FP8 are not bound",
+    ("gcu", "linear", "int4"): _GCU_INT4,
+    ("gcu", "lm_head", "int4"): _GCU_INT4,
+    ("gcu", "moe_experts", "int4"): _GCU_INT4,
+    ("gcu", "linear", "fp8"): _NO_FP8 + " before generation 4",
+    ("gcu", "moe_experts", "fp8"): _NO_FP8 + " before generation 4",
+    (
+        "gcu",
+        "attention",
+        "int8",
+    ): "paged_attention_v1 reads int8 with one scale a layer, in blocks of another "
+    "layout; the cache here has a scale a token and head",
+    ("gcu", "mla", "int8"): "fwd_kvcache_mla's published schema names scales of FP8 alone",
+    ("gcu", "cache", "fp8"): _NO_FP8 + " before generation 4",
+    ("xpu:intel", "moe_experts", "int8"): "cutlass_grouped_gemm_interface takes 16 bits, FP8, int4 and MXFP4, no int8",
+    ("xpu:intel", "attention", "int8"): "the extension's cache writes know 16 bits and FP8, no int8",
+    ("xpu:intel", "mla", "int8"): "the extension's cache writes know 16 bits and FP8, no int8",
+    ("xpu:intel", "cache", "fp8"): "the extension's FP8 cache, with one scale a layer, is not bound",
+    ("xpu:kunlun", "linear", "int8"): _KUNLUN_INT8,
+    ("xpu:kunlun", "lm_head", "int8"): _KUNLUN_INT8,
+    ("xpu:kunlun", "moe_experts", "int8"): "kunlun_ops.moe_fc multiplies int8 by int8 alone: that is `a8w8`",
+    ("xpu:kunlun", "linear", "int4"): _KUNLUN_INT4,
+    ("xpu:kunlun", "lm_head", "int4"): _KUNLUN_INT4,
+    ("xpu:kunlun", "moe_experts", "int4"): "kunlun_ops.moe_fc's int4 form (use_pack_int4) is described nowhere",
+    ("xpu:kunlun", "linear", "fp8"): _NO_FP8,
+    ("xpu:kunlun", "moe_experts", "fp8"): _NO_FP8,
+    ("xpu:kunlun", "attention", "int8"): _KUNLUN_CACHE,
+    ("xpu:kunlun", "mla", "int8"): _KUNLUN_CACHE,
+    ("xpu:kunlun", "cache", "fp8"): _NO_FP8,
+}
+"""Device, op (or "cache" where the device has no such KV dtype) and form -> why no kernel of the op reads the form."""
+
+
+def page(host: PluginHost) -> str:
+    """The page.
+
+    Raises:
+        SystemExit: a letter without a reason in `REASONS`, or a reason that belongs to none.
+    """
+    devices = [(d.name, next(iter(host.backend_for_explain(d.name).architectures), "")) for d in host.devices()]
+    devices = sorted([*devices, *MORE_ARCHS])
+    out, used = [INTRO], set()
+    for title, config in MODELS.items():
+        out += [f"## {title}\n", "| device | " + " | ".join(f"`{name}`" for name in QUANTIZATIONS) + " |"]
+        out.append("|---|" + "---|" * len(QUANTIZATIONS))
+        needed: dict[tuple[str, str, str], None] = {}
+        for device, arch in devices:
+            cells = []
+            for name, own in QUANTIZATIONS.items():
+                caches = CACHES if own == "auto" else (own,)
+                found = [judge(host, device, arch, SLICES[config], name, cache) for cache in caches]
+                cells.append("".join(letter for letter, _ in found))
+                for _, keys in found:
+                    needed.update(dict.fromkeys(keys))
+            out.append(f"| {device} ({arch}) | " + " | ".join(cells) + " |")
+        out += ["", *list(explain(needed)), ""]
+        used |= needed.keys()
+    if stale := set(REASONS) - used:
+        raise SystemExit(f"tools/quantization_page.py: no cell needs the reasons for {sorted(stale)}")
+    return "\n".join(out).rstrip() + "\n"
+
+
+def judge(
+    host: PluginHost, device: str, arch: str, config: dict[str, Any], name: str, cache: str
+) -> tuple[str, set[tuple[str, str, str]]]:
+    """A cell's letter, and what it needs reasons for: device, op and form."""
+    options = RunnerOptions(dtype="bfloat16", quantization=name, kv_cache_dtype=cache, arch=arch, load_format="dummy")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            plan = Runner.plan_only(ModelFiles(Config(dict(config), "model")), host, device, options).plan
+    except UsageError as refused:
+        if "kv_cache_dtype" not in refused.what:
+            raise
+        return REFUSED, {(device, "cache", cache)}
+    expanded = {(device, op, _form(format)) for op, format in plan.dequantized}
+    torch_ops = {(device, _attention(op.name), cache) for _, _, op, _ in plan.unread_caches()}
+    if expanded or torch_ops:
+        return EXPANDED if expanded else ON_TORCH, expanded | torch_ops
+    return WEIGHTS_ONLY if any(c.activation_quant_skipped for _, _, _, c in plan.distinct()) else NATIVE, set()
+
+
+def _form(format: str) -> str:
+    return next(form for form in FORMS if format.startswith(form))
+
+
+def _attention(op: str) -> str:
+    return "mla" if op.startswith("mla") else op
+
+
+def explain(needed: Mapping[tuple[str, str, str], None]) -> Iterator[str]:
+    """A line for each reason, in the order of devices."""
+    for device, op, form in sorted(needed):
+        if (device, op, form) not in REASONS and device in {known for known, _, _ in REASONS}:
+            raise SystemExit(f"tools/quantization_page.py: REASONS lacks {(device, op, form)}")
+        what = f"{op}, {FORMS[form]}" if op in ("linear", "lm_head", "moe_experts") else f"KV cache in {form}"
+        yield f"- {device}, {what}{' of latents' if op == 'mla' else ''}: {REASONS.get((device, op, form), NO_KERNEL)}."
