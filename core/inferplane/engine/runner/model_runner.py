@@ -244,8 +244,11 @@ class Runner(PlannedModel):
     def facts(self) -> tuple[object, ...]:
         """What must be equal on all ranks, so that they run the same steps."""
         o, layouts = self.options, sorted((repr(r), x.name) for r, x in self.plan.layouts.items())
-        entries = sorted(map(repr, self.files.config.items()))
-        limits, drafters = (o.max_num_seqs, self.max_model_len), [drafter.data() for drafter in self.drafters]
+        files = [self.files, *(drafter.files for drafter in self.drafters)]
+        entries, *of_drafters = (sorted(map(repr, each.config.items())) for each in files)
+        # Machines may have the same files in folders of different names.
+        drafters = [{**x.data(), "model": config} for x, config in zip(self.drafters, of_drafters)]
+        limits = o.max_num_seqs, self.max_model_len
         stored = o.quantization, o.load_format, o.mtp, drafters
         return entries, str(self.dtype), *stored, limits, self.backend.name, layouts
 
