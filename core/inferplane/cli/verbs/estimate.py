@@ -30,6 +30,7 @@ from inferplane.cli.arguments import (
     binding_options,
 )
 from inferplane.cli.screen import MIB, Screen
+from inferplane.engine.runner.sizes.sizing import Traffic
 from inferplane.errors import InferplaneError, UsageError
 from inferplane.hub import DownloadProgress, fetch_headers, find, parse_name
 from inferplane.hub.names import HUGGING_FACE
@@ -60,6 +61,9 @@ def add_arguments(parser: Parser) -> None:
     add_option(parser, "max_num_seqs")
     add_option(parser, "max_num_batched_tokens")
     add_speculation(parser)
+    words = "average tokens of a prompt; with --output-tokens, for max_batch and BLOCK_RATIO"
+    parser.add_argument("--prompt-tokens", metavar="N", type=int, help=words)
+    parser.add_argument("--output-tokens", metavar="N", type=int, help="average tokens of an answer")
     add_examples(
         parser,
         "path/to/config.json --device {X} --memory 80GiB",
@@ -91,6 +95,7 @@ def _run(args: argparse.Namespace, screen: Screen, opened: contextlib.ExitStack)
     options = binding_options(args, arch=args.arch, max_num_seqs=as_integer("max_num_seqs", args.max_num_seqs, 1))
     step_tokens = as_integer("max_num_batched_tokens", args.max_num_batched_tokens, 1)
     memory = _memory(args.memory) if args.memory is not None else None
+    traffic = _traffic(args.prompt_tokens, args.output_tokens)
     files = _find_files(args.model, screen, opened)
     device = host().backend_for_explain(args.device).name  # chosen once: each choice is a note
     check_arch(host(), device, args.arch)
@@ -108,7 +113,7 @@ def _run(args: argparse.Namespace, screen: Screen, opened: contextlib.ExitStack)
     for what in explain_no_savings(runner.plan, options.quantization, runner.read.schemes_instead):
         screen.warning(what)
     if args.json:
-        screen.facts({"model": files.name, "device": runner.backend.name, **found.data()})
+        screen.facts({"model": files.name, "device": runner.backend.name, **found.data(traffic)})
         return int(found.fits is False)
     screen.show(_bytes_table(found, files.name, runner.backend.name))
     if found.left is None:
@@ -117,6 +122,7 @@ def _run(args: argparse.Namespace, screen: Screen, opened: contextlib.ExitStack)
         screen.warning(f"it does not fit: {_shortage(found)}")
     else:
         screen.show(_fits_table(found))
+        screen.show(_settings_line(found, traffic))
         if found.state_sequence:
             count = found.max_num_seqs
             screen.show(f"At most {count} sequences run at a time, each with a state: raise --max-num-seqs for more.")
@@ -172,6 +178,32 @@ def _memory(text: str) -> int:
         what = f"--memory {text!r} is {format_bytes(found)}, less than any device has."
         raise UsageError(what, remedy=f"perhaps {text.strip()}GiB was meant")
     return found
+
+
+def _traffic(prompt_tokens: int | None, output_tokens: int | None) -> Traffic | None:
+    """The average request; None: neither number is given.
+
+    Raises:
+        UsageError: one is given without the other, or below 1.
+    """
+    if prompt_tokens is None and output_tokens is None:
+        return None
+    if prompt_tokens is None or output_tokens is None:
+        raise UsageError(
+            "--prompt-tokens and --output-tokens belong together.", remedy="pass both averages, or neither"
+        )
+    return Traffic(prompt_tokens, output_tokens)
+
+
+def _settings_line(found: Estimate, traffic: Traffic | None) -> str:
+    """The source system's settings for all free memory."""
+    assert found.left is not None
+    sizing = found.size(found.left, traffic)
+    words = f"all free memory holds {sizing.cache_tokens} tokens: BLOCK_BS {sizing.block_bs} x {sizing.max_seq_len}"
+    if traffic is None:
+        return words
+    each = f"requests of {traffic.prompt_tokens} + {traffic.output_tokens} tokens"
+    return f"{words}; max_batch {sizing.max_batch} for {each}, BLOCK_RATIO {traffic.block_ratio():.2f}"
 
 
 def _free(plugins: PluginHost, device: str) -> int | None:

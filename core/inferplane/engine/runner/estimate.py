@@ -9,6 +9,8 @@ from typing import Any
 
 from inferplane.engine.runner.kv_cache import KV_SHARE, CacheMemory
 from inferplane.engine.runner.planned_model import PlannedModel
+from inferplane.engine.runner.sizes.activations import count_activation_bytes, count_logit_bytes
+from inferplane.engine.runner.sizes.sizing import Sizing, Traffic
 from inferplane.errors import CapacityError, InferplaneError
 from inferplane.kvcache import blocks_held, widest_window
 from inferplane.units import format_bytes
@@ -27,8 +29,7 @@ class Estimate:
     Args:
         weights: all weights in all their packings; the larger of several copies included.
         copies: of these, second and further packings of a weight.
-        workspace: memory of a step beside weights and cache. An estimate: the residual stream, the widest
-            intermediate result twice over, and the logits three times over, for the largest step.
+        workspace: memory of the largest step beside weights and cache, an estimate (`activations`).
         block: one block of the KV cache, in all storages.
         block_tokens: tokens per block.
         memory: the device's memory; None when it is not known.
@@ -95,6 +96,11 @@ class Estimate:
         """The number of blocks in a cache of `kv_bytes`; blocks without entries take no memory."""
         return max(0, kv_bytes) // self.block if self.block else self.max_blocks
 
+    def size(self, kv_bytes: int, traffic: Traffic | None = None) -> Sizing:
+        """The source system's settings for a cache of `kv_bytes`."""
+        tokens = self.blocks(kv_bytes) // len(self.windows) * self.block_tokens
+        return Sizing(tokens, self.model_positions, traffic)
+
     def max_sequence_tokens(self, kv_bytes: int) -> int:
         """Tokens of the longest sequence in a cache of `kv_bytes`, at most what the model allows; 0 if it holds no
         block.
@@ -132,9 +138,9 @@ class Estimate:
         """Lengths to report: powers of two that the model allows, and its own limit."""
         return [*(n for n in LENGTHS if n < self.model_positions), self.model_positions]
 
-    def data(self) -> dict[str, Any]:
+    def data(self, traffic: Traffic | None = None) -> dict[str, Any]:
         """The estimate as JSON-ready data, schema 1 (docs/schemas/estimate.json), with the numbers of sequences by
-        length in the default and in the largest cache.
+        length in the default and in the largest cache, and the settings for requests of `traffic`.
         """
         out: dict[str, Any] = {
             "schema": SCHEMA,
@@ -163,7 +169,7 @@ class Estimate:
                 fits = {str(n): self.sequences(n, kv_bytes) for n in self.lengths()}
                 length = self.max_sequence_tokens(kv_bytes)
                 found = {"kind": kind, "kv_cache_bytes": max(0, kv_bytes), "max_model_len": length}
-                out["caches"].append({**found, "sequences": fits})
+                out["caches"].append({**found, "sequences": fits, **self.size(kv_bytes, traffic).data()})
         return out
 
 
@@ -175,18 +181,14 @@ def estimate(runner: PlannedModel, memory: int | None, max_num_batched_tokens: i
         memory: bytes of the device; None when they are not known.
         max_num_batched_tokens: maximum number of tokens in a step, which sizes its intermediate results.
     """
-    plan, model = runner.plan, runner.model
-    vocab, hidden = model.embed.weight.shape
-    widths = [w.shape[-2] for w in plan.weights.values() if len(w.shape) > 1 and vocab not in w.shape]
-    item = runner.dtype.itemsize
+    plan = runner.plan
     tables = runner.tables
-    activations = max_num_batched_tokens * (4 * hidden + 2 * max(widths, default=hidden)) * item
+    activations = count_activation_bytes(runner, max_num_batched_tokens)
     draft, drafters = runner.draft, runner.describe_drafters()
-    logits = 3 * min(runner.options.max_num_seqs, max_num_batched_tokens) * vocab * 4
     return Estimate(
         weights=plan.weight_bytes + (0 if draft is None else draft.plan.weight_bytes),
         copies=sum(plan.count_copied_bytes().values()),
-        workspace=activations + logits,
+        workspace=activations + count_logit_bytes(runner, max_num_batched_tokens),
         block=runner.block_bytes() + (0 if draft is None else draft.block_bytes()),
         block_tokens=runner.block_tokens,
         memory=memory,
@@ -219,7 +221,8 @@ def check_fit(model: PlannedModel, free_bytes: int, plan_with: Callable[..., Pla
     if needed <= free_bytes:
         return
     sizes: list[tuple[dict[str, str], int]] = []
-    if model.options.quantization is None and model.files.config.get("quantization_config") is None:
+    is_chosen = model.options.quantization is not None or model.files.exported is not None
+    if not is_chosen and model.files.config.get("quantization_config") is None:
         narrow = {"dtype": "bfloat16"} if model.dtype.itemsize > 2 else {}
         for changes in (narrow, *({**narrow, "quantization": scheme} for scheme in SMALLER)):
             with contextlib.suppress(InferplaneError):  # the device has no kernels for it
