@@ -5,7 +5,7 @@ from inferplane.binding.check import Bench, Outcome, run_case
 from inferplane.binding.choice import Choice, Options, Rejection
 from inferplane.binding.explain import explain, explain_text
 from inferplane.binding.link import View, link, view_of
-from inferplane.binding.load import DictSource, DummySource, FormatReader, Loaded, TensorSource, load
+from inferplane.binding.load import DictSource, DummySource, FormatReader, Loaded, Store, TensorSource, load
 from inferplane.binding.lock import read_lock, signature, write_lock
 from inferplane.binding.plan import MAX_REPACKED_FRACTION, Plan, PlanSettings, bind
 from inferplane.binding.plan_text import format_captured_steps, plan_lines
@@ -27,6 +27,7 @@ __all__ = [
     "PlanSettings",
     "Rejection",
     "Resolver",
+    "Store",
     "TensorSource",
     "Tuned",
     "Verdict",

@@ -52,6 +52,8 @@ def static_reader_name(format: str) -> str:
 
 Progress = Callable[[int, int], None]
 """`(bytes done, bytes in all)`, called after each weight."""
+Store = Callable[[Weight, Packing, Any], None]
+"""Takes a weight in one packing."""
 
 
 @dataclass
@@ -96,6 +98,7 @@ def load(
     progress: Progress | None = None,
     ignore: Sequence[str] = (),
     missing: Mapping[int, Mapping[str, Packing]] | None = None,
+    store: Store | None = None,
 ) -> Loaded:
     """Read and pack the weights of a plan.
 
@@ -107,6 +110,7 @@ def load(
         progress: called after each weight.
         ignore: shell patterns of names that no weight needs to read.
         missing: id of a weight -> the packings to make of it, by label; None: every weight in all packings of the plan.
+        store: takes each packed weight, in place of `Loaded.packed`.
 
     Raises:
         CheckpointError: tensors are missing, or have another shape or kind of dtype than the model. All are checked
@@ -118,6 +122,7 @@ def load(
     names_read = set() if isinstance(source, DummySource) else check(weights, source)
     total = sum(plan.nbytes(w, name) for w in weights for name in requested[id(w)])
     loaded = Loaded()
+    store = store or (lambda weight, packing, packed: loaded.packed.update({(id(weight), packing.label): packed}))
     for weight in weights:
         if isinstance(source, DummySource):
             full = source.draw(weight, plan.settings.dtype)
@@ -130,7 +135,7 @@ def load(
             full = full.to(device)
         for name, packing in packings.items():
             try:
-                loaded.packed[id(weight), name] = packing.fn(full)
+                packed = packing.fn(full)
             except Exception as error:
                 users = sorted(plan.users[id(weight)][name])
                 raise KernelError(
@@ -138,6 +143,8 @@ def load(
                     f"It is requested by {', '.join(users[:3])}.",
                     remedy="pin another provider for these sites",
                 ) from error
+            store(weight, packing, packed)
+            del packed
             loaded.nbytes += plan.nbytes(weight, name)
         del full  # before the next weight is read; otherwise two canonical forms would be in memory at once
         if progress is not None:

@@ -20,12 +20,12 @@ def signature(op: Op) -> str:
     return op.once("signature", lambda: hashlib.sha256(repr(op.key()).encode()).hexdigest()[:12])
 
 
-def read_lock(path: str | Path, fingerprint: Mapping[str, Any]) -> dict[str, str]:
+def read_lock(path: str | Path, fingerprint: Mapping[str, Any] | None) -> dict[str, str]:
     """Choices of a lock file, `{"op|step_kind|signature": kernel}`.
 
     Args:
         path: the file.
-        fingerprint: this machine's; the file's fingerprint must equal it.
+        fingerprint: this machine's; the file's fingerprint must equal it. None: any will do.
 
     Raises:
         UsageError: the file cannot be read, has another schema, or has another fingerprint (the message names the
@@ -46,9 +46,10 @@ def read_lock(path: str | Path, fingerprint: Mapping[str, Any]) -> dict[str, str
         raise UsageError(
             f"Lock file {path} lacks its fingerprint or its choices.", remedy="create it again on this machine"
         )
-    other = sorted(k for k in {*theirs, *fingerprint} if theirs.get(k) != fingerprint.get(k))
+    here = theirs if fingerprint is None else fingerprint
+    other = sorted(k for k in {*theirs, *here} if theirs.get(k) != here.get(k))
     if other:
-        difference = ", ".join(f"{k}: {theirs.get(k)!r} there, {fingerprint.get(k)!r} here" for k in other)
+        difference = ", ".join(f"{k}: {theirs.get(k)!r} there, {here.get(k)!r} here" for k in other)
         raise UsageError(
             f"Lock file {path} was made for another machine ({difference}).", remedy="create one on this machine"
         )

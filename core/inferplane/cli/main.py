@@ -31,6 +31,7 @@ VERBS = {
     "serve": "serve a model over HTTP",
     "pull": "download a model, or its newest revision",
     "list": "list the models in the cache, and the short names",
+    "export": "write a model with its weights packed for one device, for faster starts",
     "convert": "write a GGUF model as a folder in the Hugging Face layout",
     "show": "show what a name stands for, where it lies and which files it has",
     "rm": "remove a model from the cache",

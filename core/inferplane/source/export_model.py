@@ -6,8 +6,6 @@ Takes the flags of the source system's export_model.py. Under a launcher one pro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 from inferplane.cli.screen import Screen
@@ -21,9 +19,6 @@ from inferplane.source.flags import (
     speculation,
 )
 from inferplane.units import format_bytes
-
-EXPORT = "inferplane.engine.runner.export"
-"""The module that writes packed weights."""
 
 
 def run(words: Sequence[str], screen: Screen, ranks: int | None = None) -> int:
@@ -43,11 +38,9 @@ def run(words: Sequence[str], screen: Screen, ranks: int | None = None) -> int:
     options = engine_options(args, model)
     device = options.pop("device")
     config = speculation(args, model)
-    if find_spec(EXPORT) is None:
-        what = "This version writes no packed weights."
-        raise UsageError(what, remedy="predictor.py, mode dynamic, quantizes the model while it is read")
     with screen.loading(f"exporting {model.repository}") as loading:
         from inferplane.engine.clients.options import EngineOptions
+        from inferplane.engine.runner.exports.export import export_model
         from inferplane.engine.runner.model_files import ModelFiles
         from inferplane.engine.runner.ranks import launcher_ranks
         from inferplane.engine.speculate import SpeculativeConfig, with_draft
@@ -59,7 +52,7 @@ def run(words: Sequence[str], screen: Screen, ranks: int | None = None) -> int:
         runner_options = EngineOptions.of(options).runner_options(ranks or started)
         runner_options = with_draft(runner_options, SpeculativeConfig.of(config))
         files, folder = ModelFiles(model.repository), Path(args.output_path).expanduser()
-        made = import_module(EXPORT).export_model(files, host(), device, runner_options, folder, progress=loading.bar)
+        made = export_model(files, host(), device, runner_options, folder, progress=loading.bar)
     screen.stream(f"{folder}\n")
     screen.print_remark(f"{format_bytes(max(made.rank_bytes))} of weights for each of {made.ranks} device(s)")
     return 0

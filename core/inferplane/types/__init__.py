@@ -26,6 +26,7 @@ from inferplane.types.kv import (
     Layouts,
     register_kv_kind,
 )
+from inferplane.types.packed import PackedStorage, StoredWeight
 from inferplane.types.placement import WHOLE, Placement, Shard
 from inferplane.types.qtensor import QTensor
 from inferplane.types.state import StateCache, StateRequest, StateRows, StateSlots, StateTensor
@@ -65,6 +66,7 @@ __all__ = [
     "Layouts",
     "Memory",
     "ModelOutput",
+    "PackedStorage",
     "Packing",
     "Placement",
     "Presence",
@@ -78,6 +80,7 @@ __all__ = [
     "StateSlots",
     "StateTensor",
     "StepKind",
+    "StoredWeight",
     "Weight",
     "WeightFormat",
     "When",

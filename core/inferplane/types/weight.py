@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from inferplane.renamed import NewName, old_names, warn_of_old_name
+from inferplane.types.packed import PackedStorage
 from inferplane.types.placement import WHOLE, Shard
 from inferplane.types.qtensor import QTensor
 
@@ -114,17 +115,24 @@ class Packing:
         fn: canonical tensor or `QTensor` -> what the kernel reads. Pure; may return any object that holds tensors.
         dense: entries of fewer than 8 bits share bytes; in the canonical form each entry has its own byte.
         dequantized: quantized weights are dequantized before `fn`; set by `dequantize_first`.
+        storage: how what `fn` returns is written to a file and read again (`inferplane export`). None: as tensors or
+            QTensors, which are readable by the same release of the plugin and of torch alone.
     """
 
     name: str
     fn: Callable[[Any], Any] = field(default=_same, compare=False)
     dense: bool = field(default=False, compare=False)
     dequantized: bool = False
+    storage: PackedStorage | None = field(default=None, compare=False)
 
     def dequantize_first(self, dtype: torch.dtype) -> Packing:
         """The same packing of the weight's dequantized values in `dtype`."""
         fn = self.fn
-        return Packing(self.name, lambda q: fn(q.dequantize(dtype) if isinstance(q, QTensor) else q), dequantized=True)
+
+        def pack(value: Any) -> Any:
+            return fn(value.dequantize(dtype) if isinstance(value, QTensor) else value)
+
+        return Packing(self.name, pack, dequantized=True, storage=self.storage)
 
     @property
     def label(self) -> str:
@@ -139,4 +147,4 @@ class Packing:
         return self.name == PLAIN or (self.name == CANONICAL.name and self.fn is not CANONICAL.fn)
 
 
-CANONICAL = Packing("canonical")
+CANONICAL = Packing("canonical", storage=PackedStorage.of_tensors("1"))

@@ -11,7 +11,8 @@ import torch
 from inferplane.kernels.composed.attention import expand_and_attend
 from inferplane.plugin import PLAIN, RANK_COMPOSED, RANK_PORTABLE, Batch, Kernels, LayerKV, StateCache, When
 from inferplane_cpu.kernels.linear import multiply_many_rows
-from inferplane_cpu.kernels.packing import LATENT_FORMATS, PACKING, matrices
+from inferplane_cpu.kernels.packing import LATENT_FORMATS, matrices
+from inferplane_cpu.kernels.panel_storage import PACKING
 from inferplane_cpu.kvcache import BLOCK_TOKENS
 from inferplane_cpu.native import library
 from inferplane_cpu.structs import Cache, Matrix, RaggedBatch

@@ -18,11 +18,10 @@ from inferplane_cpu.kernels.packing import (
     INT8_ROW_FORMATS,
     LATENT_FORMATS,
     MAX_INT8_COLUMNS,
-    MXFP4_PACKING,
-    PACKING,
     PANEL_FORMATS,
     prepare_any_order,
 )
+from inferplane_cpu.kernels.panel_storage import MXFP4_PACKING, PACKING
 from inferplane_cpu.kernels.recurrent_block import has_native_mixer, has_native_states, has_plain_gates, list_linear_ops
 from inferplane_cpu.native import library
 

@@ -12,13 +12,13 @@ from inferplane.plugin import PLAIN, RANK_PORTABLE, Batch, Kernels, When
 from inferplane_cpu.kernels.packing import (
     INT8_ROW_FORMATS,
     MAX_INT8_COLUMNS,
-    PACKING,
     PANEL_FORMATS,
     adapt_matrices,
     multiply_panels,
     prepare_any_order,
     prepare_int8_activations,
 )
+from inferplane_cpu.kernels.panel_storage import PACKING
 from inferplane_cpu.native import FASTER_THAN_ONEDNN, current_instruction_set, library
 from inferplane_cpu.structs import Matrix
 

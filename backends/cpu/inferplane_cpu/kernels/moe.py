@@ -18,13 +18,12 @@ from inferplane_cpu.kernels.linear import INT8_ACTIVATIONS, RANK_BATCH_INVARIANT
 from inferplane_cpu.kernels.packing import (
     INT8_ROW_FORMATS,
     MAX_INT8_COLUMNS,
-    MXFP4_PACKING,
-    PACKING,
     PANEL_FORMATS,
     Adapt,
     adapt_matrices,
     prepare_any_order,
 )
+from inferplane_cpu.kernels.panel_storage import MXFP4_PACKING, PACKING
 from inferplane_cpu.native import current_instruction_set, library
 from inferplane_cpu.structs import ClampedGate, Experts
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from inferplane.kernels.composed.padding import pad_rows
-from inferplane.plugin import Context, KernelError, Packing, QTensor
+from inferplane.plugin import Context, KernelError, QTensor
 from inferplane_cpu import huge_pages
 from inferplane_cpu.native import BF16, BF16_REORDERABLE, FP8, INT4, INT6, INT8, MXFP4, W8A8, library
 from inferplane_cpu.structs import Matrix
@@ -74,22 +74,33 @@ class Panels:
                 rows = _arrange(numbers.reshape(len(experts), n, -1), columns)
                 found = _narrow_scales(rows, kind, name, columns)
                 self.scales.update({field: huge_pages.copy(numbers) for field, numbers in found.items()})
-        shape = Matrix(kind, columns, n, k, 0)
-        self.data = huge_pages.empty(len(experts), library().ip_packed_bytes(shape))
-        self.matrices = (Matrix * len(experts))()
-        for i, values in enumerate(experts):
-            pointers = {field: numbers[i].data_ptr() for field, numbers in self.scales.items()}
-            self.matrices[i] = Matrix(kind, columns, n, k, 0, data=self.data[i].data_ptr(), **pointers)
-            if not library().ip_pack_weight(self.matrices[i], values.contiguous().data_ptr(), self.data[i].data_ptr()):
+        self.kind, self.columns, self.shape = kind, columns, (n, k)
+        self.data = huge_pages.empty(len(experts), count_bytes(kind, columns, n, k))
+        self.point()
+        for matrix, values, data in zip(self.matrices, experts, self.data, strict=True):
+            if not library().ip_pack_weight(matrix, values.contiguous().data_ptr(), data.data_ptr()):
                 raise KernelError(
                     "MXFP4 panels of a weight with other entries.",
                     there_is="0, 1, 2, 3, 4, 6, 8, 12 and -1 to -12",
                 )
 
+    def point(self) -> None:
+        """Make `matrices`, whose addresses are those of `data` and `scales`."""
+        self.matrices = (Matrix * len(self.data))()
+        for i, data in enumerate(self.data):
+            pointers = {field: numbers[i].data_ptr() for field, numbers in self.scales.items()}
+            self.matrices[i] = Matrix(self.kind, self.columns, *self.shape, 0, data=data.data_ptr(), **pointers)
+
     @property
     def nbytes(self) -> int:
         """Bytes of entries and scales."""
         return self.data.numel() + sum(numbers.nbytes for numbers in self.scales.values())
+
+
+def count_bytes(kind: int, columns: int, n: int, k: int) -> int:
+    """Bytes of the entries of one weight `[n, k]` in panels."""
+    found: int = library().ip_packed_bytes(Matrix(kind, columns, n, k, 0))
+    return found
 
 
 def _arrange(numbers: torch.Tensor, columns: int) -> torch.Tensor:
@@ -191,10 +202,6 @@ def pack_mxfp4(q: QTensor) -> Panels:
         KernelError: as `Panels`.
     """
     return Panels(q, MXFP4)
-
-
-PACKING = Packing("native.panels", Panels, dense=True)
-MXFP4_PACKING = Packing("native.mxfp4_panels", pack_mxfp4, dense=True)
 
 
 def matrices(weight: Any, bias: torch.Tensor | None = None) -> Any:

@@ -9,12 +9,12 @@ import torch
 from inferplane.plugin import PLAIN, RANK_PORTABLE, Batch, Kernels, When
 from inferplane_cpu.kernels.linear import RANK_BATCH_INVARIANT
 from inferplane_cpu.kernels.packing import (
-    PACKING,
     PANEL_FORMATS,
     adapt_matrices,
     prepare_any_order,
     with_int8_activations,
 )
+from inferplane_cpu.kernels.panel_storage import PACKING
 from inferplane_cpu.kernels.recurrent import (
     describe_convolution,
     describe_gates,

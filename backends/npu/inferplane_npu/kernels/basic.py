@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from inferplane.kernels.fused.needs import ADD_NORM_WEIGHT, FLOATS, NORM_WEIGHT, PLAIN_ACTIVATIONS, declare_fused
-from inferplane.plugin import Kernels, Packing
+from inferplane.plugin import Kernels, PackedStorage, Packing
 from inferplane_npu.kernels.when import RANK_ALTERNATIVE, OnNpu
 from inferplane_npu.kvcache import FRACTAL_NZ
 
@@ -31,7 +31,11 @@ ROPE_HALF = Packing("torch_npu.rope_half", lambda t: _rope_table(t, lambda part:
 ROPE_INTERLEAVED = Packing(
     "torch_npu.rope_interleaved", lambda t: _rope_table(t, lambda part: part.repeat_interleave(2, -1))
 )
-NZ_WEIGHT = Packing("torch_npu.nz", lambda w: npu.npu_format_cast(w, FRACTAL_NZ))
+NZ_WEIGHT = Packing(
+    "torch_npu.nz",
+    lambda w: npu.npu_format_cast(w, FRACTAL_NZ),
+    storage=PackedStorage.refuse("copies to the host lose the format FRACTAL_NZ"),
+)
 
 
 def cos_sin(table: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

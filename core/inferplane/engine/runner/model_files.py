@@ -13,11 +13,13 @@ from inferplane.gguf.opened import GGUFModel, find_file, find_planned_ranges
 from inferplane.hub import FORMS, locate, near_short_names, parse_name
 from inferplane.hub.repository import has_vocabulary
 from inferplane.models import Config, SafetensorsFolder, as_config, constructor, settle_architecture
+from inferplane.models.exported import Manifest
 from inferplane.models.reading.gguf_source import GGUFSource
 from inferplane.models.reading.names import canonical_names, settle_head
 from inferplane.models.reading.normalize import complaints
 from inferplane.plugins import host
 
+LOCK = "lock.json"
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).resolve().parents[2] / "models" / "demo"
 SHIPPED = {DEMO: DEMO_FOLDER, "demo-draft": DEMO_FOLDER / "draft", "demo-eagle": DEMO_FOLDER / "eagle"}
@@ -40,6 +42,8 @@ class ModelFiles:
     """A model's config, and its folder if it has one. That of a GGUF file holds what is derived from it: its config,
     and its tokenizer's files.
 
+    Attributes: `name`; `config`; `exported`, what an exported model was made for, None for others.
+
     Args:
         model: "demo" or another name of `SHIPPED`, a folder in the Hugging Face layout, a GGUF file or its first shard,
             a name on a hub (a string), a mapping with a config's entries, or a transformers config.
@@ -57,6 +61,7 @@ class ModelFiles:
         self._folder: Path | None = None
         self._gguf: GGUFModel | None = None
         self._source: SafetensorsFolder | GGUFSource | None = None
+        self.exported: Manifest | None = None
         if isinstance(model, (str, Path)):
             self.name = str(model)
             path = SHIPPED.get(str(model)) or Path(model).expanduser()
@@ -84,6 +89,7 @@ class ModelFiles:
                     there_is=f"'demo', which ships with Inferplane; {FORMS}",
                     remedy=_how_to_get_a_folder(self.name, path),
                 )
+            self.exported = Manifest.read(path)
             self.config = settle_architecture(Config.read(path), host().models())
         else:
             self.config = settle_architecture(as_config(model), host().models())
@@ -99,12 +105,19 @@ class ModelFiles:
     @property
     def has_weights(self) -> bool:
         """Whether there are weights, also pickled ones (which are then refused by name)."""
-        return self._gguf is not None or self.has_safetensors or self._has_pickled()
+        is_model = self._gguf is not None or self.exported is not None
+        return is_model or self.has_safetensors or self._has_pickled()
 
     @property
     def has_safetensors(self) -> bool:
         """Whether the folder holds weights in files that are read."""
         return self._folder is not None and any(self._folder.glob("*.safetensors*"))
+
+    @property
+    def export_lock(self) -> Path | None:
+        """The lock file of an export; None: there is none."""
+        path = None if self.exported is None else Path(self.exported.folder) / LOCK
+        return path if path is not None and path.exists() else None
 
     @property
     def has_tokenizer(self) -> bool:
@@ -123,6 +136,11 @@ class ModelFiles:
         """
         if self._source is not None:
             return self._source
+        if self.exported is not None:
+            raise CheckpointError(
+                f"{self.name} is an export, whose weights are packed: it has no tensors to be read by name.",
+                remedy="load the model that it was made from",
+            )
         if self._folder is None:
             raise CheckpointError(
                 f"{self.name} was given as a config without weights.",
@@ -133,7 +151,7 @@ class ModelFiles:
 
     def config_of_tensors(self) -> Config:
         """The config, with its output head tied to the embedding or not as the tensors have it (`settle_head`)."""
-        return settle_head(self.config, self.source())
+        return self.config if self.exported is not None else settle_head(self.config, self.source())
 
     def complaints(self) -> tuple[str, ...]:
         """Warnings about the config and, once `source` has opened them, the tensors' files; a sentence each."""
@@ -141,7 +159,10 @@ class ModelFiles:
         return found if self._source is None else (*found, *self._source.complaints)
 
     def names(self) -> Iterable[str]:
-        """Names of the checkpoint's tensors; opens the files if need be."""
+        """Names of the checkpoint's tensors; opens the files if need be. An export has those of a quantized one alone,
+        for which they are needed."""
+        if self.exported is not None:
+            return self.exported.names or ()
         return self.source().names()
 
 

@@ -55,6 +55,8 @@ class Runner(PlannedModel):
         """A runner that is bound to a device that need not be here, without opening it, reading weights or allocating:
         for `explain` and `estimate`. It cannot run steps. With several `options.ranks` it is the first rank's part.
         """
+        if files.exported is not None and options.ranks == 1:
+            options = replace(options, ranks=files.exported.ranks)
         runner = cls(files, host, host.backend_for_explain(device), options)
         runner.placement = Placement.shared(0, options.ranks)
         runner.bind(assumed=True)

@@ -15,6 +15,7 @@ from inferplane.binding.layout_canary import check_layout
 from inferplane.binding.old_names import current_kernel_names
 from inferplane.engine.runner.buckets import Size, bucket_sizes
 from inferplane.engine.runner.capture import DecodeSteps, why_not_captured, why_not_captured_together
+from inferplane.engine.runner.exports.compare import check_export
 from inferplane.engine.runner.kv_cache import (
     LayerRequests,
     block_tokens_of,
@@ -119,6 +120,8 @@ class PlannedModel(DeviceModel):
             assumed: the device is not here (`explain` for another machine): its kernels are assumed to be available.
         """
         self.assumed = assumed
+        if self.is_packed and (exported := self.files.exported) is not None:
+            check_export(exported, self.options, self.placement.tp_size, self.state)
         names, scheme = self.names_in(self.files), self.options.quantization
         config = self.files.config if names is None else self.files.config_of_tensors()
 
@@ -156,6 +159,8 @@ class PlannedModel(DeviceModel):
     def _choose_kernels(self) -> None:
         """Bind the tree of ops anew, by the options' pins, the lock file's choices and the kernels demoted so far."""
         locked = read_lock(self.options.lock, self.fingerprint()) if self.options.lock else {}
+        if self.is_packed and not self.options.lock and (own := self.files.export_lock) is not None:
+            locked = read_lock(own, None)  # for the device that `check_export` has compared
         choices = current_kernel_names(locked, self.kernels)
         self.plan: Plan = bind(
             self.model,

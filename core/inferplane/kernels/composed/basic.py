@@ -9,12 +9,12 @@ import torch.nn.functional as F
 
 from inferplane.ops import AllGather, AllReduce, SampleTokens
 from inferplane.ops.sampling import stable_topk as stable_topk
-from inferplane.types import Batch, Kernels, Packing, When
+from inferplane.types import Batch, Kernels, PackedStorage, Packing, When
 
 KERNELS = Kernels()
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ANY = When(dtypes=FLOATS)
-FLOAT32 = Packing("float32", lambda w: w.float())
+FLOAT32 = Packing("float32", lambda w: w.float(), storage=PackedStorage.of_tensors("1"))
 
 
 def _is_plain(op: Any) -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from inferplane.plugin import Packing, QTensor
+from inferplane.plugin import PackedStorage, Packing, QTensor
 from inferplane.renamed import old_attributes
 
 INT4_GROUPS = {"int4_group": 128, "int4_group64": 64, "int4_group32": 32}
 """INT4 formats with groups -> columns that share a scale."""
 
-FLOAT32 = Packing("float32", lambda w: w.float())
+FLOAT32 = Packing("float32", lambda w: w.float(), storage=PackedStorage.of_tensors("1"))
 """For operators that take norms' weights and experts' biases in float32 whatever the dtype of activations."""
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from inferplane.errors import KernelError
 from inferplane.ops.formats import FORMATS
-from inferplane.types import Packing, QTensor
+from inferplane.types import PackedStorage, Packing, QTensor, StoredWeight
 
 PLAIN, FP8, INT8, INT4, MXFP4 = 0, 1, 2, 3, 4
 GROUPS = (32, 64, 128)
@@ -121,4 +121,51 @@ def _find_exponents(scale: torch.Tensor) -> torch.Tensor:
     return torch.where(scale.isnan(), 255, exponent).to(torch.uint8).contiguous()
 
 
-PACKING = Packing("triton.packed", pack, dense=True)
+_TENSORS = ("data", "scale", "zero", "act_scale")
+_FACTS = ("kind", "rows", "group", "columns")
+_DTYPES = {PLAIN: None, FP8: torch.uint8, INT8: torch.int8, INT4: torch.uint8, MXFP4: torch.uint8}
+VERSION = "1"
+"""Of the layout of `PackedWeight`: grows with every change of what its bytes mean."""
+
+
+def write(weight: PackedWeight) -> StoredWeight:
+    """What a file has of a packed weight."""
+    tensors = {name: part for name in _TENSORS if (part := getattr(weight, name)) is not None}
+    return StoredWeight(tensors, {name: getattr(weight, name) for name in _FACTS})
+
+
+def read(stored: StoredWeight, shape: tuple[int, ...]) -> PackedWeight:
+    """The packed weight `[..., N, K]` of a file.
+
+    Raises:
+        KernelError: its sizes are not those of such a weight.
+    """
+    facts = dict(stored.facts)
+    if set(facts) != set(_FACTS) or not all(type(value) is int for value in facts.values()):
+        raise KernelError(f"A packed weight has facts {facts}.", there_is=f"integers {', '.join(_FACTS)}")
+    found = PackedWeight(**{**dict.fromkeys(_TENSORS), **stored.tensors}, **facts)  # type: ignore[arg-type]
+    if not _is_weight(found, shape):
+        raise KernelError(f"What is stored as a packed weight of shape {shape} is none: {facts}.")
+    return found
+
+
+def _is_weight(w: PackedWeight, shape: tuple[int, ...]) -> bool:
+    """Whether all sizes and dtypes are those that `pack` gives a weight of a shape."""
+    if w.kind not in _DTYPES or w.group not in (0, *GROUPS) or w.rows < 1 or w.columns != shape[-1]:
+        return False
+    if w.kind == MXFP4 and not w.group:
+        return False
+    halves = math.ceil(w.columns / w.depth) * w.depth // 2
+    expected = (*shape[:-1], halves if w.kind in (INT4, MXFP4) else w.columns)
+    if tuple(w.data.shape) != expected or w.data.dtype is not (_DTYPES[w.kind] or w.data.dtype):
+        return False
+    if w.kind == PLAIN:
+        return w.scale is None and w.zero is None
+    scales = (*shape[:-2], math.ceil(shape[-2] / w.rows), math.ceil(w.columns / w.group) if w.group else 1)
+    dtype = torch.uint8 if w.kind == MXFP4 else torch.float32
+    parts = [(w.scale, dtype), *([] if w.zero is None else [(w.zero, torch.float32)])]
+    return all(p is not None and tuple(p.shape) == scales and p.dtype is kind for p, kind in parts)
+
+
+STORAGE = PackedStorage(VERSION, write, read)
+PACKING = Packing("triton.packed", pack, dense=True, storage=STORAGE)

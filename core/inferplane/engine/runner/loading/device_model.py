@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from inferplane.binding import PlanSettings
 from inferplane.binding.old_names import current_kernel_names
+from inferplane.engine.runner.exports.compare import settle_options
 from inferplane.engine.runner.kv_cache import kv_layouts_for
 from inferplane.engine.runner.model_files import ModelFiles
 from inferplane.engine.runner.options import RunnerOptions, resolve_dtype
@@ -18,13 +19,17 @@ from inferplane.types import Backend, DeviceState, KVLayout, KVRequest, Placemen
 class DeviceModel:
     """A model that is to run on a device.
 
-    Attributes: `files`, `host`, `backend`, `options`; `dtype`, of activations; `config`, the files' with its head tied
-    as the tensors have it; `state`, None if the device was not opened; `assumed`, the device is not here; `placement`,
-    the part of the model; `kernels` of the device, and `pins` of ops; `max_model_len`, and `longest`, which it is
-    without the cache's limit; `wrong_layouts`, those of the cache that are not used, with the reasons.
+    Attributes: `files`, `host`, `backend`, `options`; `is_packed`, the weights are an export's; `dtype`, of
+    activations; `config`, the files' with its head tied as the tensors have it; `state`, None if the device was not
+    opened; `assumed`, the device is not here; `placement`, the part of the model; `kernels` of the device, and `pins`
+    of ops; `max_model_len`, and `longest`, which it is without the cache's limit; `wrong_layouts`, those of the cache
+    that are not used, with the reasons.
     """
 
     def __init__(self, files: ModelFiles, host: PluginHost, backend: Backend, options: RunnerOptions) -> None:
+        if files.exported is not None:
+            options = settle_options(options, files.exported, backend.name)
+        self.is_packed = files.exported is not None and options.load_format != "dummy"
         self.files, self.host, self.backend, self.options = files, host, backend, options
         self.config: Config = files.config
         self.dtype = resolve_dtype(options.dtype, files)
@@ -47,8 +52,12 @@ class DeviceModel:
         self.pins = current_kernel_names(options.ops, self.kernels)
 
     def names_in(self, files: ModelFiles) -> set[str] | None:
-        """Names of the tensors in some files; None without a checkpoint, and where weights are random."""
-        return None if self.options.load_format == "dummy" or not files.has_weights else set(files.names())
+        """Names of the tensors in some files; None without a checkpoint, where weights are random, and for an export
+        that needs none.
+        """
+        if self.options.load_format == "dummy" or not files.has_weights:
+            return None
+        return None if files.exported is not None and files.exported.names is None else set(files.names())
 
     @property
     def settings(self) -> PlanSettings:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
-from inferplane.binding import DummySource, Loaded, load
+from inferplane.binding import DummySource, Loaded, Store, load
+from inferplane.engine.runner.exports import compare
 from inferplane.engine.runner.loading.drafters import Drafter
 from inferplane.engine.runner.planned_model import PlannedModel
 from inferplane.errors import CheckpointError, warn
+from inferplane.models.exported import load_packed
 from inferplane.models.reading.names import check_frequencies
 from inferplane.quant import READERS, explain_no_savings
 from inferplane.types import Packing
@@ -46,11 +49,44 @@ def _without(missing: Missing, ids: Collection[int]) -> Missing:
     return {i: names for i, names in missing.items() if i not in ids}
 
 
-def _load_model(planned: PlannedModel, missing: Missing, progress: Progress | None) -> Loaded:
+def pack_weights(planned: PlannedModel, progress: Progress | None, store: Store) -> Loaded:
+    """Read and pack every weight of a plan without drafters of their own, and give each to `store`.
+
+    Raises:
+        As `load`.
+    """
+    return _load_model(planned, planned.plan.packings, progress, store)
+
+
+def describe_packings(planned: PlannedModel) -> dict[str, dict[str, Any]]:
+    """The packings of the plan, their versions, and the kernels that read them (`exports.compare`)."""
+    return compare.describe_packings(
+        planned.plan, planned.kernels, lambda kernel: planned.host.origin(kernel, planned.backend)
+    )
+
+
+def _read_packed(planned: PlannedModel, missing: Missing, progress: Progress | None) -> Loaded:
+    """Read weights of an export, which are packed."""
+    exported, rank = planned.files.exported, planned.placement.tp_rank
+    assert exported is not None
+    needed = {label for names in missing.values() for label in names}
+    packings = {label: entry["version"] for label, entry in describe_packings(planned).items() if label in needed}
+    exported.check_packings(packings)
+    folder, digest = exported.rank_folder(rank), exported.layouts[rank]
+    return load_packed(planned.plan, folder, digest, planned.backend.torch_device_indexed, progress, missing)
+
+
+def _load_model(
+    planned: PlannedModel, missing: Missing, progress: Progress | None, store: Store | None = None
+) -> Loaded:
     """Read weights from the model's files; a few of them where most are read already."""
     again = bool(planned.loaded.packed)
     if again and not missing:
         return Loaded()
+    if planned.is_packed:
+        for what in () if again else planned.files.complaints():
+            warn(what)
+        return _read_packed(planned, missing, progress)
     with contextlib.ExitStack() as opened:
         source = None if planned.options.load_format == "dummy" else planned.files.source()
         if source is not None:
@@ -65,6 +101,7 @@ def _load_model(planned: PlannedModel, missing: Missing, progress: Progress | No
             progress=progress,
             ignore=("*",) if again else planned.ignored,
             missing=missing,
+            store=store,
         )
         if source is not None and not again:
             check_frequencies(planned.files.config, planned.files.source(), found.ignored)

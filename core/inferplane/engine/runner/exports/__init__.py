@@ -1,0 +1,1 @@
+"""Exports: writing one, and comparing one with a start."""
