@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from inferplane.binding.choice import Choice, Dequantize, Options
 from inferplane.binding.resolver import Resolver
 from inferplane.errors import BindError, KernelError, first_of
 from inferplane.ops import OPS, Op
-from inferplane.ops.formats import FORMATS, dense_bits
+from inferplane.ops.formats import count_bytes
 from inferplane.renamed import old_names
 from inferplane.types import (
     CANONICAL,
@@ -138,13 +137,13 @@ class Plan:
             self.dequantized[op.name, weight.format].add(id(weight))
 
     def nbytes(self, weight: Weight, packing: str) -> int:
-        """Bytes of one weight in one packing, without the packing's padding."""
-        used = self.packings.get(id(weight), {}).get(packing)
-        if used is not None and used.dense and weight.format in FORMATS:
-            return math.prod(weight.shape) * dense_bits(weight.format) // 8
-        if used is not None and used.dequantized:
-            weight = replace(weight, format=PLAIN)
-        return weight.nbytes(self.settings.dtype)
+        """Bytes of one weight in one packing: entries, scales and minimums; padding where the packing counts it."""
+        used = self.packings.get(id(weight), {}).get(packing, CANONICAL)
+        if used.dequantized or weight.format == PLAIN:
+            return replace(weight, format=PLAIN).nbytes(self.settings.dtype)
+        if used.count_bytes is not None:
+            return used.count_bytes(weight)
+        return count_bytes(weight.shape, weight.format, dense=used.dense)
 
     def pack(self, value_of: Callable[[int], Any]) -> dict[tuple[int, str], Any]:
         """Every weight in every packing, by `(id of the weight, packing label)`, as `link` takes them.

@@ -28,7 +28,7 @@ from inferplane.ops import (
     WidthRMSNorm,
 )
 from inferplane.ops.formats import join_formats
-from inferplane.types import PLAIN, WHOLE, ActivationQuant, Placement, Shard, Weight
+from inferplane.types import PLAIN, WHOLE, ActivationQuant, Placement, Shard, StoredWidths, Weight
 
 HEAD = "lm_head"
 ACTIVATION_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -46,6 +46,10 @@ def _plain_format(name: str) -> str:
     return PLAIN
 
 
+def _no_widths(name: str) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Build:
     """Everything that a family's constructor needs besides its own arithmetic.
@@ -60,6 +64,7 @@ class Build:
         activation_quants: weight format -> quantization of the activations that are multiplied by such weights.
         formats_read_by_row: quantized formats from which the device's kernels can read single rows. If a head in one of
             these formats is tied to the embedding, both share its weight; otherwise the embedding stays plain.
+        widths_of: returns what the checkpoint says of a tensor's numbers beyond its format, or None.
 
     Raises:
         UnsupportedModelError: the placement divides experts and layers over different numbers of ranks.
@@ -73,6 +78,7 @@ class Build:
     ignored: list[str] = field(default_factory=list, compare=False)
     activation_quants: Mapping[str, ActivationQuant] = field(default_factory=dict)
     formats_read_by_row: frozenset[str] = frozenset()
+    widths_of: Callable[[str], StoredWidths | None] = _no_widths
 
     def __post_init__(self) -> None:
         place = self.placement
@@ -131,8 +137,17 @@ class Build:
             shard=shard,
             rows=rows,
             activation_quant=self.activation_quants.get(format),
+            widths=self._join_widths(parts),
             **options,
         )
+
+    def _join_widths(self, parts: Iterable[str]) -> StoredWidths | None:
+        """The widths that hold the numbers of all parts; None if those of a part are not known."""
+        found = [self.widths_of(part) for part in parts]
+        known = [widths for widths in found if widths is not None]
+        if len(known) < len(found):
+            return None
+        return StoredWidths(max(w.entry_bits for w in known), all(w.has_unit_scales for w in known))
 
     def shard(self, axis: int | None) -> Shard:
         """The slice that this rank reads of a weight whose `axis` is divided."""

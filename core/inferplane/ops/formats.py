@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 import torch
@@ -64,6 +65,21 @@ def join_formats(formats: Collection[str]) -> str | None:
 def dense_bits(format: str) -> int:
     """Bits of an entry of one of `FORMATS` where entries share bytes."""
     return 4 if format in ("mxfp4", "nvfp4") else FORMATS[format][1]
+
+
+def count_bytes(shape: tuple[int, ...], format: str, *, dense: bool = False) -> int:
+    """Bytes of a weight's entries, and of its scales and minimums in float32.
+
+    Args:
+        shape: `[..., N, K]`.
+        format: one of `FORMATS`; of another one, entries of a byte are counted, without scales.
+        dense: entries of fewer than 8 bits share bytes.
+    """
+    if format not in FORMATS:
+        return math.prod(shape)
+    rows, columns = FORMATS[format][2]
+    scales = math.prod(scale_shape(shape, (rows, columns or shape[-1]))) * (2 if format in MINIMUMS else 1)
+    return math.prod(shape) * (dense_bits(format) if dense else 8) // 8 + 4 * scales
 
 
 def limit(dtype: torch.dtype, bits: int) -> float:

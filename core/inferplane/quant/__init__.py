@@ -12,6 +12,7 @@ from inferplane.quant.online import (
     takes_as_stored,
 )
 from inferplane.quant.plugged import open_format
+from inferplane.quant.requantize import count_requantized, explain_requantized, requantize_on_load
 from inferplane.quant.stored import QuantFormats, format_of, read_quant_config
 from inferplane.quant.unpack import IntegerPacking, UnpackedSource
 
@@ -23,7 +24,9 @@ __all__ = [
     "QuantFormats",
     "UnpackedSource",
     "choose_formats",
+    "count_requantized",
     "explain_no_savings",
+    "explain_requantized",
     "format_of",
     "formats_read_by_row",
     "latent_formats",
@@ -36,6 +39,7 @@ __all__ = [
     "read_fp8_static",
     "read_integers",
     "read_quant_config",
+    "requantize_on_load",
     "schemes_instead",
     "takes_as_stored",
 ]

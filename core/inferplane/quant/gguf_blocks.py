@@ -25,7 +25,7 @@ from inferplane.binding import FormatReader, TensorSource
 from inferplane.errors import CheckpointError
 from inferplane.ops.formats import FORMATS, MINIMUMS
 from inferplane.quant.mxfp4 import expand_pairs, expand_powers, take_share
-from inferplane.types import PLAIN, QTensor, Shard
+from inferplane.types import PLAIN, QTensor, Shard, StoredWidths
 
 ENTRIES_AT_ONCE = 2**24
 """Entries that are unpacked at a time."""
@@ -42,12 +42,19 @@ class Unpacked(NamedTuple):
 
 
 class BlockLayout(NamedTuple):
-    """How a type's blocks are read: its format, columns and bytes of a block, and a function of uint8 `[B, bytes]`."""
+    """How a type's blocks are read: its format, columns and bytes of a block, a function of uint8 `[B, bytes]`, and the
+    bits of signed integers that hold its entries."""
 
     format: str
     columns: int
     nbytes: int
     unpack: Callable[[torch.Tensor], Unpacked]
+    entry_bits: int = 8
+
+    @property
+    def widths(self) -> StoredWidths:
+        """Bits of its entries; in blocks of 256 columns, scales are integers times a number of the block."""
+        return StoredWidths(self.entry_bits, has_unit_scales=self.columns == 256)
 
 
 def _halves(blocks: torch.Tensor, at: int) -> torch.Tensor:
@@ -165,19 +172,19 @@ def _iq4_xs(b: torch.Tensor) -> Unpacked:
 
 
 LAYOUTS: Mapping[str, BlockLayout] = {
-    "Q4_0": BlockLayout("int4_group32", 32, 18, _q4_0),
-    "Q4_1": BlockLayout("int4_min32", 32, 20, _q4_1),
-    "Q5_0": BlockLayout("int8_group32", 32, 22, _q5_0),
-    "Q5_1": BlockLayout("int8_min16", 32, 24, _q5_1),
+    "Q4_0": BlockLayout("int4_group32", 32, 18, _q4_0, 4),
+    "Q4_1": BlockLayout("int4_min32", 32, 20, _q4_1, 5),
+    "Q5_0": BlockLayout("int8_group32", 32, 22, _q5_0, 5),
+    "Q5_1": BlockLayout("int8_min16", 32, 24, _q5_1, 6),
     "Q8_0": BlockLayout("int8_group32", 32, 34, _q8_0),
-    "Q2_K": BlockLayout("int8_min16", 256, 84, _q2_k),
-    "Q3_K": BlockLayout("int8_group16", 256, 110, _q3_k),
-    "Q4_K": BlockLayout("int4_min32", 256, 144, _q4_k),
-    "Q5_K": BlockLayout("int8_min16", 256, 176, _q5_k),
-    "Q6_K": BlockLayout("int8_group16", 256, 210, _q6_k),
+    "Q2_K": BlockLayout("int8_min16", 256, 84, _q2_k, 3),
+    "Q3_K": BlockLayout("int8_group16", 256, 110, _q3_k, 3),
+    "Q4_K": BlockLayout("int4_min32", 256, 144, _q4_k, 5),
+    "Q5_K": BlockLayout("int8_min16", 256, 176, _q5_k, 6),
+    "Q6_K": BlockLayout("int8_group16", 256, 210, _q6_k, 6),
     "IQ4_NL": BlockLayout("int8_group32", 32, 18, _iq4_nl),
     "IQ4_XS": BlockLayout("int8_group32", 256, 136, _iq4_xs),
-    "MXFP4": BlockLayout("mxfp4", 32, 17, _mxfp4),
+    "MXFP4": BlockLayout("mxfp4", 32, 17, _mxfp4, 5),
 }
 """How the blocks of each type are read."""
 
@@ -270,8 +277,23 @@ def find_format(types: Mapping[str, str], name: str) -> str:
         types: of the config's `quantization_config`: a weight's name, or a shell pattern of names -> its type.
         name: the weight's name.
     """
+    layout = _find_layout(types, name)
+    return PLAIN if layout is None else layout.format
+
+
+def find_widths(types: Mapping[str, str], name: str) -> StoredWidths | None:
+    """What is known of a weight's numbers by its type; None if it is not quantized.
+
+    Args:
+        types: as of `find_format`.
+        name: the weight's name.
+    """
+    layout = _find_layout(types, name)
+    return None if layout is None else layout.widths
+
+
+def _find_layout(types: Mapping[str, str], name: str) -> BlockLayout | None:
     kind = types.get(name)
     if kind is None and ".experts." in name:
         kind = next((found for pattern, found in types.items() if fnmatch.fnmatchcase(name, pattern)), None)
-    layout = LAYOUTS.get(kind or "")
-    return PLAIN if layout is None else layout.format
+    return LAYOUTS.get(kind or "")

@@ -119,14 +119,9 @@ def quantize_on_load(
             scheme's first one.
 
     Raises:
-        UsageError: the scheme is unknown, or the checkpoint is quantized already.
+        UsageError: the scheme is unknown.
     """
     check_scheme(scheme)
-    if config.get("quantization_config"):
-        raise UsageError(
-            f"quantization = {scheme!r} for a checkpoint that is quantized already.",
-            remedy="leave quantization out, or load the unquantized checkpoint",
-        )
     s = SCHEMES[scheme]
     folded = next((f for f in s.dense if f in latent and f not in s.activation_quants), PLAIN)
     first = {"dense": s.dense[0], "experts": s.experts[0], "head": (*s.head, PLAIN)[0], "latent": folded}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
@@ -14,10 +15,11 @@ from inferplane.quant import gguf_blocks
 from inferplane.quant.formats import READERS, SUFFIXES
 from inferplane.quant.instructions import check_instructions, is_excluded
 from inferplane.quant.microscaling import MICROSCALED, MODELOPT, find_compressed
+from inferplane.quant.mixed_groups import find_group, list_targets
 from inferplane.quant.mxfp4 import MXFP4
 from inferplane.quant.plugged import ShownWeights
-from inferplane.quant.unpack import WEIGHT, IntegerPacking
-from inferplane.types import PLAIN, ActivationQuant, WeightFormat
+from inferplane.quant.unpack import WEIGHT, IntegerPacking, UnpackedSource
+from inferplane.types import PLAIN, ActivationQuant, StoredWidths, WeightFormat
 
 BLOCK = [128, 128]
 UNREAD = (
@@ -46,6 +48,10 @@ def _plain(name: str) -> str:
     return PLAIN
 
 
+def _no_widths(name: str) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class QuantFormats:
     """The weight formats of a checkpoint, as stored or as quantized on load.
@@ -58,6 +64,7 @@ class QuantFormats:
         unread: shell patterns of tensors that nothing reads.
         packed: how integers are packed; None if they are not.
         shown: a view of the checkpoint that shows weights of a plugin's format; None where `packed` or nothing does.
+        widths_of: a tensor's name -> what is known of its numbers beyond the format; None: nothing.
     """
 
     format_of: Callable[[str], str] = _plain
@@ -66,6 +73,7 @@ class QuantFormats:
     unread: tuple[str, ...] = ()
     packed: IntegerPacking | None = None
     shown: Callable[[TensorSource], TensorSource] | None = None
+    widths_of: Callable[[str], StoredWidths | None] = _no_widths
 
     def view(self, source: TensorSource) -> TensorSource:
         """The checkpoint without packing, as the readers need it."""
@@ -112,12 +120,18 @@ def read_quant_config(
     method = settings.get("quant_method")
     if method == "gguf":
         types = settings.get("types") or {}
-        return QuantFormats(lambda name: gguf_blocks.find_format(types, name), readers=gguf_blocks.READERS)
+        return QuantFormats(
+            partial(gguf_blocks.find_format, types),
+            readers=gguf_blocks.READERS,
+            widths_of=partial(gguf_blocks.find_widths, types),
+        )
     check_instructions(str(method), settings)
     if method == "mxfp4" and names is None:
         return QuantFormats(lambda name: "mxfp4" if ".experts." in name else PLAIN)
     if method == "mxfp4":
         return _of_plugin(method, MXFP4, names)
+    if method == "compressed-tensors" and (mixed := _read_mixed(settings, names)) is not None:
+        return mixed
     found = _find_scheme(settings)
     if found is None and isinstance(method, str) and method in plugins:
         return _of_plugin(method, plugins[method](settings), names)
@@ -150,10 +164,7 @@ def read_quant_config(
         return replace(_of_plugin(format, MICROSCALED[format], names), unread=UNREAD)
 
     def by_scales(name: str) -> str:
-        there = {name + suffix for suffix in SUFFIXES}
-        if packed is not None:
-            there.add(name.removesuffix(WEIGHT) + packed.suffix)
-        return format if any(n in names for n in there) else PLAIN  # type: ignore[operator]
+        return format if _has_scales(name, names or (), packed) else PLAIN
 
     def by_config(name: str) -> str:
         return format if _is_projection(name) and not is_excluded(settings, name) else PLAIN
@@ -179,6 +190,14 @@ def _find_scheme(settings: Mapping[str, Any]) -> QuantScheme | None:
     }
     method = settings.get("quant_method")
     return known[method](settings) if isinstance(method, str) and method in known else None
+
+
+def _has_scales(name: str, names: Collection[str], packed: IntegerPacking | None) -> bool:
+    """Whether a checkpoint has scales of a weight, or has it packed."""
+    there = [name + suffix for suffix in SUFFIXES]
+    if packed is not None:
+        there.append(name.removesuffix(WEIGHT) + packed.suffix)
+    return any(n in names for n in there)
 
 
 def _is_projection(name: str) -> bool:
@@ -292,6 +311,47 @@ def _read_compressed(settings: Mapping[str, Any]) -> QuantScheme | None:
         return None
     found = {_group(group, settings) for group in groups.values()}
     return found.pop() if len(found) == 1 else None
+
+
+def _read_mixed(settings: Mapping[str, Any], names: Collection[str] | None) -> QuantFormats | None:
+    """The formats of compressed-tensors whose groups differ; None if they are alike, or cannot be read together: with a
+    format that several groups use with other activations, or with blocks of floating-point numbers of 4 bits."""
+    groups = settings.get("config_groups")
+    if not isinstance(groups, Mapping) or len(groups) < 2:
+        return None
+    schemes: list[tuple[list[str], QuantScheme]] = []
+    for group in groups.values():
+        stated = (
+            {**settings, "format": group.get("format") or settings.get("format")} if isinstance(group, Mapping) else {}
+        )
+        targets, found = list_targets(group) if stated else None, _group(group, stated)
+        if targets is None or found is None or found.format in MICROSCALED:
+            return None
+        schemes.append((targets, found))
+    each = {scheme for _, scheme in schemes}
+    quants = {(scheme.format, scheme.activation_quant) for scheme in each}
+    if len(each) < 2 or len({format for format, _ in quants}) < len(quants):
+        return None
+    scheme_of = find_group(schemes)
+
+    def format_of(name: str) -> str:
+        scheme = scheme_of(name)
+        if scheme is None or is_excluded(settings, name):
+            return PLAIN
+        there = _is_projection(name) if names is None else _has_scales(name, names, scheme.packed)
+        return scheme.format if there else PLAIN
+
+    def view(source: TensorSource) -> TensorSource:
+        for packed in {scheme.packed for scheme in each if scheme.packed is not None}:
+            source = UnpackedSource(source, packed, partial(_is_packed_so, packed=packed))
+        return source
+
+    def _is_packed_so(module: str, packed: IntegerPacking) -> bool:
+        scheme = scheme_of(module + WEIGHT)
+        return scheme is not None and scheme.packed == packed
+
+    activations = {format: quant for format, quant in quants if quant is not None}
+    return QuantFormats(format_of, activations, unread=UNREAD, shown=view)
 
 
 def _group(group: Any, settings: Mapping[str, Any]) -> QuantScheme | None:

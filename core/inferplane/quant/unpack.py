@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -61,13 +61,16 @@ class UnpackedSource:
     Args:
         source: the checkpoint.
         packed: how its integers are packed.
+        includes: whether a module, by its name, is packed so; others stay as they are.
 
     Raises (by `read_into` and `shape`):
         CheckpointError: tensors are missing or do not fit each other; columns of a group are not adjacent.
     """
 
-    def __init__(self, source: TensorSource, packed: IntegerPacking) -> None:
-        self.source, self.packed = source, packed
+    def __init__(
+        self, source: TensorSource, packed: IntegerPacking, includes: Callable[[str], bool] = lambda module: True
+    ) -> None:
+        self.source, self.packed, self._includes = source, packed, includes
         self._shapes: dict[str, tuple[int, int]] = {}
 
     def names(self) -> Iterable[str]:
@@ -76,7 +79,7 @@ class UnpackedSource:
         shown: list[str] = []
         for name in self.source.names():
             module = name.removesuffix(self.packed.suffix)
-            if module != name:
+            if module != name and self._includes(module):
                 hidden |= {module + part for part in self.packed.parts}
                 shown += [module + WEIGHT, *([module + SCALE] if self._transposed else [])]
         return [*shown, *(name for name in self.source.names() if name not in hidden)]
@@ -122,7 +125,9 @@ class UnpackedSource:
     def _module(self, name: str, suffix: str) -> str:
         """The module whose unpacked tensor has this name; empty if there is none."""
         module = name.removesuffix(suffix)
-        return module if module != name and self.source.shape(module + self.packed.suffix) is not None else ""
+        if module == name or self.source.shape(module + self.packed.suffix) is None:
+            return ""
+        return module if self._includes(module) else ""
 
     def _shape(self, module: str) -> tuple[int, int]:
         """Outputs and inputs of a module's weight."""

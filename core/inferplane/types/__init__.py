@@ -30,7 +30,7 @@ from inferplane.types.packed import PackedStorage, StoredWeight
 from inferplane.types.placement import WHOLE, Placement, Shard
 from inferplane.types.qtensor import QTensor
 from inferplane.types.state import StateCache, StateRequest, StateRows, StateSlots, StateTensor
-from inferplane.types.weight import CANONICAL, PLAIN, ActivationQuant, Packing, Weight
+from inferplane.types.weight import CANONICAL, PLAIN, ActivationQuant, Packing, StoredWidths, Weight
 from inferplane.types.weight_format import WeightFormat, read_tensor
 
 __all__ = [
@@ -81,6 +81,7 @@ __all__ = [
     "StateTensor",
     "StepKind",
     "StoredWeight",
+    "StoredWidths",
     "Weight",
     "WeightFormat",
     "When",

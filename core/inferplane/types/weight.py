@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,6 +34,18 @@ class ActivationQuant:
 
     def __str__(self) -> str:
         return f"{self.format}_static" if self.static else self.format
+
+
+class StoredWidths(NamedTuple):
+    """What a checkpoint says of a weight's numbers beyond its format, so that their bytes can be counted.
+
+    Args:
+        entry_bits: signed integers of so many bits hold all entries.
+        has_unit_scales: scales and minimums are integers of 8 bits times one number per 256 columns.
+    """
+
+    entry_bits: int
+    has_unit_scales: bool = False
 
 
 OLD_OUTPUT_QUANT = {
@@ -69,6 +81,7 @@ class Weight:
         rows: rows of each part on this rank; empty: only their sum is compared with the shape.
         activation_quant: quantization that the checkpoint expects for the activations multiplied by this weight; None:
             they are not quantized. Kernels may apply it, but need not.
+        widths: of the stored numbers; None: as the format says.
     """
 
     parts: tuple[str, ...]
@@ -81,6 +94,7 @@ class Weight:
     default: Callable[[], torch.Tensor] | None = None
     rows: tuple[int, ...] = ()
     activation_quant: ActivationQuant | None = None
+    widths: StoredWidths | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.activation_quant, str):  # given by its place, as in plugin API 1.0
@@ -117,6 +131,8 @@ class Packing:
         dequantized: quantized weights are dequantized before `fn`; set by `dequantize_first`.
         storage: how what `fn` returns is written to a file and read again (`inferplane export`). None: as tensors or
             QTensors, which are readable by the same release of the plugin and of torch alone.
+        count_bytes: a quantized weight -> bytes of its entries and scales in this layout; None: entries as `dense`
+            says, and scales in float32.
     """
 
     name: str
@@ -124,6 +140,7 @@ class Packing:
     dense: bool = field(default=False, compare=False)
     dequantized: bool = False
     storage: PackedStorage | None = field(default=None, compare=False)
+    count_bytes: Callable[[Weight], int] | None = field(default=None, compare=False)
 
     def dequantize_first(self, dtype: torch.dtype) -> Packing:
         """The same packing of the weight's dequantized values in `dtype`."""

@@ -147,6 +147,9 @@ def test_entries_of_four_bits_share_bytes_where_the_packing_says_so():
     bytewise = replace(w, format="int8_row")
     for weight in (w, bytewise):
         p.packings[id(weight)] = {"canonical": Packing("canonical"), "v.dense": Packing("v.dense", dense=True)}
-    assert p.nbytes(w, "canonical") == 64 * 32
-    assert p.nbytes(w, "v.dense") == 64 * 32 // 2
-    assert p.nbytes(bytewise, "v.dense") == 64 * 32
+    assert p.nbytes(w, "canonical") == 64 * 32 + 4 * 64
+    assert p.nbytes(w, "v.dense") == 64 * 32 // 2 + 4 * 64
+    assert p.nbytes(bytewise, "v.dense") == 64 * 32 + 4 * 64
+    counted = Packing("v.counted", count_bytes=lambda weight: weight.shape[0])
+    p.packings[id(w)] = {"v.counted": counted}
+    assert p.nbytes(w, "v.counted") == 64

@@ -326,3 +326,50 @@ def test_native_kernels_read_them_as_stored(method, bits, group, symmetric, tmp_
             assert bool(formats) == (path == quantized) and not llm.runner.plan.dequantized
             found.append(llm.logits(ids)[0].flatten())
     assert torch.corrcoef(torch.stack(found))[0, 1] > 0.999
+
+
+# -- groups that differ
+
+
+def mixed(*groups):
+    """Settings with `(targets, settings of one group)` each."""
+    found = {}
+    for number, (targets, settings) in enumerate(groups):
+        (group,) = settings["config_groups"].values()
+        found[f"group_{number}"] = {**group, "targets": targets, "format": settings["format"]}
+    return {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": found}
+
+
+def test_groups_of_modules_in_different_formats():
+    four, eight = config("compressed-tensors", 4, 32, True), config("compressed-tensors", 8, 128, True)
+    settings = mixed((["Linear"], whole_bytes()), (["re:.*down$"], four), (["a.up"], eight))
+    g = torch.Generator().manual_seed(1)
+    tensors, values = {}, {}
+    for module, bits, group in (("a.down", 4, 32), ("a.up", 8, 128)):
+        codes, scale, _ = drawn(16, 256, bits, group, symmetric=True)
+        tensors |= packed("compressed-tensors", module, codes, scale, None, bits, group)
+        values[f"{module}.weight"] = value(codes, scale, None, bits, group)
+    data, scale = torch.randint(-127, 128, (16, 96), generator=g).to(torch.int8), torch.rand(16, 1, generator=g)
+    tensors |= {"a.q.weight": data, "a.q.weight_scale": scale, "norm.weight": torch.ones(4)}
+    values["a.q.weight"] = data.float() * scale
+    found = read_quant_config(settings, set(tensors))
+    formats = {"a.down.weight": "int4_group32", "a.up.weight": "int8_group", "a.q.weight": "int8_row"}
+    assert {name: found.format_of(name) for name in formats} == formats and found.format_of("norm.weight") == "plain"
+    assert {name: str(quant) for name, quant in found.activation_quants.items()} == {"int8_row": "int8"}
+    assert set(found.view(DictSource(tensors)).names()) >= set(formats)
+    for name, want in values.items():
+        assert torch.equal(read(found, tensors, name).dequantize(), want), name
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [(["re:("], whole_bytes()), (["Linear"], config("compressed-tensors", 4, 32, True))],
+        [("Linear", whole_bytes()), (["a"], config("compressed-tensors", 4, 32, True))],
+        [(["a"], whole_bytes()), (["b"], whole_bytes(None))],  # one format with and without activations
+        [(["a"], whole_bytes()), (["b"], {**config("compressed-tensors", 4, 32, True), "format": "marlin-24"})],
+    ],
+)
+def test_groups_that_cannot_be_read_together(groups):
+    with pytest.raises(UnsupportedModelError, match="compressed-tensors"):
+        read_quant_config(mixed(*groups), None)

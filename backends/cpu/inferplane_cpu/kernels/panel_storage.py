@@ -17,6 +17,7 @@ from inferplane_cpu.kernels.packing import (
     count_bytes,
     pack_mxfp4,
 )
+from inferplane_cpu.kernels.panel_bytes import count_panel_bytes
 from inferplane_cpu.native import INT4, INT6, INT8, MXFP4
 
 VERSION = "1"
@@ -83,5 +84,5 @@ def _check(name: str, found: torch.Tensor | None, shape: tuple[int, ...], dtype:
 
 
 STORAGE = PackedStorage(VERSION, write_panels, read_panels, huge_pages.empty)
-PACKING = Packing("native.panels", Panels, dense=True, storage=STORAGE)
-MXFP4_PACKING = Packing("native.mxfp4_panels", pack_mxfp4, dense=True, storage=STORAGE)
+PACKING = Packing("native.panels", Panels, dense=True, storage=STORAGE, count_bytes=count_panel_bytes)
+MXFP4_PACKING = Packing("native.mxfp4_panels", pack_mxfp4, dense=True, storage=STORAGE, count_bytes=count_panel_bytes)

@@ -85,7 +85,7 @@ def _run(args: argparse.Namespace, screen: Screen, opened: contextlib.ExitStack)
     from inferplane.engine.runner.estimate import estimate
     from inferplane.engine.runner.ranks import launcher_ranks
     from inferplane.plugins import host
-    from inferplane.quant import explain_no_savings
+    from inferplane.quant import explain_no_savings, explain_requantized
 
     rank, started, _ = launcher_ranks()
     if rank:
@@ -110,7 +110,9 @@ def _run(args: argparse.Namespace, screen: Screen, opened: contextlib.ExitStack)
     if found.fits is False:
         needed = _devices_needed(lambda n: estimate(planned(n), memory, step_tokens), devices)
         found = replace(found, devices_needed=needed)
-    for what in explain_no_savings(runner.plan, options.quantization, runner.read.schemes_instead):
+    scheme = options.quantization
+    no_savings = explain_no_savings(runner.plan, scheme, runner.read.schemes_instead)
+    for what in (*no_savings, *explain_requantized(runner.requantized, scheme)):
         screen.warning(what)
     if args.json:
         screen.facts({"model": files.name, "device": runner.backend.name, **found.data(traffic)})
@@ -225,6 +227,9 @@ def _bytes_table(found: Estimate, model: str, device: str) -> Table:
     if found.draft_weights or found.draft_block:
         words = f"of a block of the KV cache {format_bytes(found.draft_block)}"
         table.add_row("of it what drafts", format_bytes(found.draft_weights), words)
+    for part in found.formats:
+        words = f"{part.parameters:,} weights of {part.bits:.2f} bits"
+        table.add_row(f"  {part.format}", format_bytes(part.nbytes), words)
     table.add_row("workspace", format_bytes(found.workspace), "estimated")
     words = f"a block of {found.block_tokens} tokens takes {format_bytes(found.block)}"
     table.add_row("KV cache, a token", format_bytes(found.kv_token), words)

@@ -61,6 +61,10 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     data = {**explain(runner.plan, files.name), **runner.describe_caches(), "decode_steps": steps}
     if runner.expanded:
         data["expanded"] = runner.expanded
+    if runner.requantized:
+        data["requantized"] = [
+            {"stored": old, "format": new, "weights": n} for (old, new), n in sorted(runner.requantized.items())
+        ]
     if args.json:
         from inferplane.cli.verbs.devices import probe_data
 
@@ -134,5 +138,8 @@ def _show(data: dict[str, Any], entry: DeviceEntry, architectures: list[str], sc
     if types := data.get("expanded"):
         words = ", ".join(f"{count} in {kind}" for kind, count in sorted(types.items()))
         screen.show(f"packed matrices that are expanded while they are read: {words}")
+    if pairs := data.get("requantized"):
+        words = ", ".join(f"{pair['weights']} from {pair['stored']} to {pair['format']}" for pair in pairs)
+        screen.show(f"quantized weights that are put into another format while they are read: {words}")
     lines = plan_lines(data, screen.out.width, verbose=verbose, architectures=architectures)
     screen.show("", *(Text.assemble(*line) for line in lines))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from inferplane.binding import Plan
 from inferplane.engine.runner.kv_cache import KV_SHARE, CacheMemory
 from inferplane.engine.runner.planned_model import PlannedModel
 from inferplane.engine.runner.sizes.activations import count_activation_bytes, count_logit_bytes
 from inferplane.engine.runner.sizes.sizing import Sizing, Traffic
 from inferplane.errors import CapacityError, InferplaneError
 from inferplane.kvcache import blocks_held, widest_window
+from inferplane.types import PLAIN
 from inferplane.units import format_bytes
 
 SCHEMA = 1
@@ -20,6 +24,26 @@ SMALLER = ("weight_only_int8", "a8w8", "a8w8_fp8", "weight_only_int4")
 """Quantizations that are tried where a model is too large for a device; one that is no smaller than one before it, as
 where the device's kernels do not read it, is not named."""
 LENGTHS = (1024, 4096, 8192, 16384, 32768, 65536, 131072)
+
+
+@dataclass(frozen=True)
+class FormatShare:
+    """What the weights of one format take.
+
+    Args:
+        format: a weight format, or a dtype.
+        parameters: number of entries.
+        nbytes: entries and scales, in all packings.
+    """
+
+    format: str
+    parameters: int
+    nbytes: int
+
+    @property
+    def bits(self) -> float:
+        """Bits of a parameter, with its part of the scales."""
+        return 8 * self.nbytes / max(1, self.parameters)
 
 
 @dataclass(frozen=True)
@@ -46,6 +70,7 @@ class Estimate:
         devices_needed: number of such devices on which the model fits if it does not fit here; None: unknown, or none.
         draft_weights: of the weights, those of what drafts alone.
         draft_block: of a block, what drafts alone.
+        formats: what the weights of each format take, the largest first; without constants, as rotary tables are.
     """
 
     weights: int
@@ -66,6 +91,7 @@ class Estimate:
     devices_needed: int | None = None
     draft_weights: int = 0
     draft_block: int = 0
+    formats: tuple[FormatShare, ...] = ()
 
     @property
     def kv_token(self) -> float:
@@ -145,6 +171,10 @@ class Estimate:
         out: dict[str, Any] = {
             "schema": SCHEMA,
             "weight_bytes": self.weights,
+            "formats": [
+                {"format": f.format, "parameters": f.parameters, "bytes": f.nbytes, "bits": f.bits}
+                for f in self.formats
+            ],
             "copy_bytes": self.copies,
             "workspace_bytes": self.workspace,
             "draft_weight_bytes": self.draft_weights,
@@ -203,7 +233,24 @@ def estimate(runner: PlannedModel, memory: int | None, max_num_batched_tokens: i
         devices=runner.options.ranks,
         draft_weights=sum(drafter["weight_bytes"] for drafter in drafters),
         draft_block=sum(drafter["kv_block_bytes"] for drafter in drafters),
+        formats=count_formats(plan),
     )
+
+
+def count_formats(plan: Plan) -> tuple[FormatShare, ...]:
+    """What the weights of each format take in memory, the largest first; dequantized ones count as what they become."""
+    parameters: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
+    for i, packings in plan.packings.items():
+        weight = plan.weights[i]
+        if not weight.parts:
+            continue
+        is_plain = weight.format == PLAIN or all(packing.dequantized for packing in packings.values())
+        dtype = str(weight.dtype or plan.settings.dtype).removeprefix("torch.")
+        format = dtype if is_plain else weight.format
+        parameters[format] += math.prod(weight.shape)
+        nbytes[format] += sum(plan.nbytes(weight, name) for name in packings)
+    return tuple(FormatShare(name, parameters[name], size) for name, size in nbytes.most_common())
 
 
 def check_fit(model: PlannedModel, free_bytes: int, plan_with: Callable[..., PlannedModel]) -> None:

@@ -158,6 +158,14 @@ class ModelFiles:
         found = tuple(f"{self.config.name}: {what}" for what in complaints(self.config))
         return found if self._source is None else (*found, *self._source.complaints)
 
+    def weight_files(self) -> list[Path]:
+        """The files that hold the weights, by name."""
+        if self._gguf is not None:
+            return sorted({entry.path for entry in self._gguf.header.tensors.values()})
+        source = self.source()
+        assert isinstance(source, SafetensorsFolder)
+        return source.list_files()
+
     def names(self) -> Iterable[str]:
         """Names of the checkpoint's tensors; opens the files if need be. An export has those of a quantized one alone,
         for which they are needed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -35,7 +35,7 @@ from inferplane.models import Build, build
 from inferplane.models.draft_layers import DraftLayers
 from inferplane.ops import CausalLM
 from inferplane.plugins import Event, PluginHost
-from inferplane.quant import READERS, QuantFormats
+from inferplane.quant import READERS, QuantFormats, count_requantized
 from inferplane.types import Backend, Kernel, KVRequest
 
 
@@ -68,6 +68,7 @@ class PlannedModel(DeviceModel):
         self.drafters: list[Drafter] = []
         self.draft: PlannedModel | None = None
         self.loaded = Loaded()
+        self.requantized: Mapping[tuple[str, str], int] = {}
 
     @contextlib.contextmanager
     def measure_phase(self, phase: str) -> Iterator[None]:
@@ -128,7 +129,7 @@ class PlannedModel(DeviceModel):
         def make(found: QuantFormats) -> tuple[CausalLM, list[str]]:
             rows, unread, length = formats_read_by_row(self), list(found.unread), self.max_model_len
             mtp, quants = self.options.has_own_mtp, found.activation_quants
-            plans = Build(config, self.placement, found.format_of, length, mtp, unread, quants, rows)
+            plans = Build(config, self.placement, found.format_of, length, mtp, unread, quants, rows, found.widths_of)
             return build(plans, self.host.models()), plans.ignored
 
         (base, ignored), self.read = build_as_read(self, config, scheme, names, make, lambda made: made[:1])
@@ -139,6 +140,7 @@ class PlannedModel(DeviceModel):
         self.config, self.ignored = config, ignored
         self.add_drafters(apart=not self.options.has_own_mtp)
         self._choose_kernels()
+        self.requantized = count_requantized((w for _, w in base.weights()), self.read.stored_format_of)
 
     def add_drafters(self, *, apart: bool) -> None:
         """Put the layers that draft behind `base`, as the options name them: sets `drafters` and `model`. `apart`: also

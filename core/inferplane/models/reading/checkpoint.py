@@ -194,6 +194,10 @@ class SafetensorsFolder(EntriesByName[Entry]):
             part = staging if columns is None else staging[:, columns[0] : columns[1]]
             out[row - rows.start : row - rows.start + n].copy_(part)
 
+    def list_files(self) -> list[Path]:
+        """The files that hold the tensors, by name."""
+        return sorted({entry.path for entry in self._entries.values()})
+
     def _read(self, entry: Entry, offset: int, out: torch.Tensor) -> None:
         """Fill `out`'s memory from the file."""
         if self._open is None or self._open.path != entry.path:

@@ -116,7 +116,8 @@ def _build_mtp(planned: DeviceModel, model: CausalLM, files: ModelFiles) -> Draf
     def make(found: QuantFormats) -> DraftLayers:
         def format_of(name: str) -> str:
             # Schemes go by the model's names, formats of files by the names in them.
-            return found.format_of(name if quantized else renamed.get(name) or stored.find_name(name))
+            by_scheme = found.format_of(name) if quantized else PLAIN
+            return found.format_of(renamed.get(name) or stored.find_name(name)) if by_scheme == PLAIN else by_scheme
 
         place, positions, rows = planned.placement, planned.max_model_len, formats_read_by_row(planned)
         build = Build(config, place, format_of, positions, True, [], found.activation_quants, rows)

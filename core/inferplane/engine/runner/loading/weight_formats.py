@@ -21,6 +21,7 @@ from inferplane.quant import (
     latent_request,
     quantize_on_load,
     read_quant_config,
+    requantize_on_load,
     takes_as_stored,
 )
 from inferplane.types import PLAIN, Placement, WeightFormat
@@ -47,14 +48,24 @@ def find_formats(
     Raises:
         As `quantize_on_load` and `read_quant_config`.
     """
-    host = planned.host
+    stored = find_stored_formats(planned, config, names)
     if scheme is None or takes_as_stored(scheme, config):
-        formats = {name: partial(_open_format, host, name) for name in host.quantization()}
-        return read_quant_config(config.get("quantization_config"), names, formats, host.vacant_formats())
+        return stored
     request = latent_request(config)
     layouts = [x.name for x in planned.kv_layouts(request)] if request is not None else []
     latent = latent_formats(planned.kernels, planned.settings, layouts, planned.pins)
-    return quantize_on_load(scheme, config, latent, chosen)
+    return requantize_on_load(quantize_on_load(scheme, config, latent, chosen), stored)
+
+
+def find_stored_formats(planned: DeviceModel, config: Config, names: Collection[str] | None) -> QuantFormats:
+    """The weight formats of files as they are; arguments as of `find_formats`."""
+    host = planned.host
+    formats = {name: partial(_open_format, host, name) for name in host.quantization()}
+    return read_quant_config(config.get("quantization_config"), names, formats, host.vacant_formats())
+
+
+def _plain(name: str) -> str:
+    return PLAIN
 
 
 class FormatsRead(NamedTuple):
@@ -64,11 +75,13 @@ class FormatsRead(NamedTuple):
         formats: of all weights.
         chosen: those by a scheme, with the reasons.
         schemes_instead: other schemes whose formats the device's kernels read, if they do not read all of these.
+        stored_format_of: a tensor's name -> its format in the files.
     """
 
     formats: QuantFormats
     chosen: Chosen = Chosen()
     schemes_instead: Sequence[str] = ()
+    stored_format_of: Callable[[str], str] = _plain
 
 
 def build_as_read(
@@ -95,7 +108,7 @@ def build_as_read(
     found = find_formats(planned, config, scheme, names)
     made = make(found)
     if scheme is None or takes_as_stored(scheme, config):
-        return made, FormatsRead(found)
+        return made, FormatsRead(found, stored_format_of=found.format_of)
     reads = quant.make_reads(planned.kernels, planned.settings, planned.pins)
     ops = list(ops_of(made))
     chosen = quant.choose_formats(ops, SCHEMES[scheme], reads)
@@ -103,7 +116,7 @@ def build_as_read(
     if any(found.format_of(name) != format for name, format in chosen.by_name.items()):
         found = find_formats(planned, config, scheme, names, chosen.by_name)
         made = make(found)
-    return made, FormatsRead(found, chosen, instead)
+    return made, FormatsRead(found, chosen, instead, find_stored_formats(planned, config, names).format_of)
 
 
 def formats_read_by_row(planned: DeviceModel) -> frozenset[str]:

@@ -13,7 +13,7 @@ from inferplane.engine.runner.planned_model import PlannedModel
 from inferplane.errors import CheckpointError, warn
 from inferplane.models.exported import load_packed
 from inferplane.models.reading.names import check_frequencies
-from inferplane.quant import READERS, explain_no_savings
+from inferplane.quant import READERS, explain_no_savings, explain_requantized
 from inferplane.types import Packing
 
 Missing = Mapping[int, Mapping[str, Packing]]
@@ -105,9 +105,10 @@ def _load_model(
         )
         if source is not None and not again:
             check_frequencies(planned.files.config, planned.files.source(), found.ignored)
-    savings = (
-        () if again else explain_no_savings(planned.plan, planned.options.quantization, planned.read.schemes_instead)
-    )
+    scheme, savings = planned.options.quantization, list[str]()
+    if not again:
+        savings += explain_no_savings(planned.plan, scheme, planned.read.schemes_instead)
+        savings += explain_requantized(planned.requantized, scheme)
     for what in (*savings, *found.complaints(planned.files.name)):
         warn(what)
     return found

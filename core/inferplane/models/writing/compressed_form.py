@@ -1,0 +1,205 @@
+"""Quantized weights as compressed-tensors stores them, or as DeepSeek's FP8 checkpoints do, and what their config says.
+
+| format | tensors of a module | group of compressed-tensors |
+|---|---|---|
+| int8_row | weight int8 `[N, K]`, weight_scale `[N, 1]` | int-quantized |
+| int8_group | weight_packed int32 `[N, K / 4]`, weight_shape, weight_scale `[N, K / 128]` | pack-quantized |
+| int4_row, int4_group, int4_group64, int4_group32 | weight_packed int32 `[N, K / 8]`, likewise | pack-quantized |
+| fp8_row | weight e4m3 `[N, K]`, weight_scale float32 `[N, 1]` | float-quantized |
+| fp8_block | weight, weight_scale float32 `[N / 128, K / 128]` | float-quantized |
+
+A checkpoint whose quantized weights are all FP8 in blocks has DeepSeek's form: `weight_scale_inv` for the scales, and
+`quant_method` "fp8". Scales of integers are float16 where that holds them all, else float32.
+
+Source: compressed-tensors' compressors "int-quantized", "pack-quantized" and "float-quantized"; DeepSeek-V3's
+README_WEIGHTS.md.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from inferplane.models.writing.safetensors_writer import PlannedTensor
+from inferplane.ops.formats import FORMATS
+from inferplane.types import PLAIN, ActivationQuant, QTensor
+from inferplane.types.qtensor import scale_shape
+
+WORD_BITS = 32
+FORMS = {
+    "int8_row": "int-quantized",
+    "int8_group": "pack-quantized",
+    "int4_row": "pack-quantized",
+    "int4_group": "pack-quantized",
+    "int4_group64": "pack-quantized",
+    "int4_group32": "pack-quantized",
+    "fp8_row": "float-quantized",
+    "fp8_block": "float-quantized",
+}
+"""Formats that can be stated, and compressed-tensors' names for their form."""
+ROW_FORMATS = {"int8_group": "int8_row", "int4_group64": "int4_group32"}
+"""What is taken for a weight whose columns are not whole groups, which compressed-tensors does not read."""
+WEIGHT = ".weight"
+
+
+def find_storable(format: str, columns: int) -> str:
+    """The format in which a weight of so many columns can be stored: the given one if its groups are whole, else the
+    nearest that is, else "plain".
+
+    Args:
+        format: one of `FORMS`.
+        columns: of the weight.
+    """
+    found = format
+    while found in FORMS:
+        group = FORMATS[found][2][1]
+        if found == "fp8_block" or not group or columns % group == 0:
+            return found
+        found = ROW_FORMATS.get(found, PLAIN)
+    return PLAIN
+
+
+def plan_tensors(name: str, format: str, shape: tuple[int, ...], *, deepseek: bool) -> Iterator[PlannedTensor]:
+    """The tensors of a weight that `split` will give.
+
+    Args:
+        name: of the weight.
+        format: one of `FORMS`.
+        shape: `[N, K]`.
+        deepseek: in DeepSeek's form.
+    """
+    n, k = shape
+    _, bits, (rows, columns) = FORMATS[format]
+    module, scales = name.removesuffix(WEIGHT), scale_shape(shape, (rows, columns or k))
+    if FORMS[format] == "pack-quantized":
+        words = (n, -(-k * bits // WORD_BITS))
+        yield PlannedTensor(f"{module}.weight_packed", words, 4 * math.prod(words))
+        yield PlannedTensor(f"{module}.weight_shape", (2,), 16)
+    else:
+        yield PlannedTensor(name, shape, math.prod(shape))
+    yield PlannedTensor(f"{name}_scale{'_inv' if deepseek else ''}", scales, 4 * math.prod(scales))
+
+
+def split(name: str, q: QTensor, format: str, *, deepseek: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a quantized weight, by name.
+
+    Args:
+        name: of the weight.
+        q: `[N, K]`, symmetric.
+        format: one of `FORMS`.
+        deepseek: in DeepSeek's form.
+    """
+    assert q.zero is None and q.minimum is None, format
+    module = name.removesuffix(WEIGHT)
+    if FORMS[format] == "pack-quantized":
+        yield f"{module}.weight_packed", pack_words(q.data, FORMATS[format][1])
+        yield f"{module}.weight_shape", torch.tensor(q.shape)
+    else:
+        yield name, q.data
+    half = q.scale.half()
+    is_exact = q.data.dtype is torch.int8 and torch.equal(half.float(), q.scale)
+    yield f"{name}_scale{'_inv' if deepseek else ''}", half if is_exact else q.scale
+
+
+def pack_words(data: torch.Tensor, bits: int) -> torch.Tensor:
+    """Integers in words of 32 bits, the first ones in the lowest bits.
+
+    Args:
+        data: int8 `[N, K]`; the middle of the range is added, so that entries count from 0.
+        bits: 4 or 8.
+
+    Returns:
+        int32 `[N, ceil(K * bits / 32)]`.
+    """
+    entries = data.view(torch.uint8) ^ 128 if bits == 8 else (data + 8).view(torch.uint8)
+    padded = torch.nn.functional.pad(entries, (0, -data.shape[1] % (WORD_BITS // bits)))
+    if bits == 4:
+        low, high = padded.unflatten(1, (-1, 2)).unbind(-1)
+        padded = low | high << 4
+    return padded.contiguous().view(torch.int32)
+
+
+def describe(
+    formats: Mapping[str, str], quants: Mapping[str, ActivationQuant], *, deepseek: bool, plain: list[str]
+) -> dict[str, Any]:
+    """The `quantization_config` of a checkpoint.
+
+    Args:
+        formats: a module's name -> its format, one of `FORMS`.
+        quants: format -> quantization of activations.
+        deepseek: in DeepSeek's form.
+        plain: names of modules that stay plain.
+    """
+    if deepseek:
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": plain,
+        }
+    groups = {}
+    patterns = _find_patterns({**formats, **dict.fromkeys(plain, PLAIN)})
+    for number, format in enumerate(sorted(set(formats.values()))):
+        groups[f"group_{number}"] = {
+            "targets": patterns[format],
+            "weights": _describe_weights(format),
+            "input_activations": _describe_activations(format, quants.get(format)),
+            "output_activations": None,
+            "format": FORMS[format],
+        }
+    forms = {FORMS[format] for format in formats.values()}
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": forms.pop() if len(forms) == 1 else "mixed-precision",
+        "config_groups": groups,
+        "ignore": patterns.get(PLAIN, []),
+    }
+
+
+def _describe_weights(format: str) -> dict[str, Any]:
+    dtype, bits, (rows, columns) = FORMATS[format]
+    found: dict[str, Any] = {
+        "num_bits": bits,
+        "type": "float" if dtype.is_floating_point else "int",
+        "symmetric": True,
+        "dynamic": False,
+    }
+    if rows > 1:
+        return {**found, "strategy": "block", "block_structure": [rows, columns]}
+    return {**found, "strategy": "group", "group_size": columns} if columns else {**found, "strategy": "channel"}
+
+
+def _describe_activations(format: str, quant: ActivationQuant | None) -> dict[str, Any] | None:
+    """None also for integers of 4 bits: beside other activations compressed-tensors reads them one a byte."""
+    if quant is None or FORMATS[format][1] < 8:
+        return None
+    found = {"num_bits": 8, "type": "int" if quant.format == "int8" else "float", "symmetric": True, "dynamic": True}
+    return {**found, "strategy": "group", "group_size": quant.group} if quant.group else {**found, "strategy": "token"}
+
+
+def _find_patterns(formats: Mapping[str, str]) -> dict[str, list[str]]:
+    """Targets by format: a regular expression for modules that differ in numbers alone, where all of them have the
+    format; else the modules' names.
+
+    Args:
+        formats: a module's name -> its format.
+    """
+    alike: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for module, format in formats.items():
+        alike[re.sub(r"\d+", "0", module)][format].append(module)
+    found: dict[str, list[str]] = defaultdict(list)
+    for of_format in alike.values():
+        for format, modules in of_format.items():
+            if len(of_format) > 1 or len(modules) == 1:
+                found[format] += modules
+            else:
+                parts = re.split(r"\d+", modules[0])
+                found[format].append("re:" + r"\d+".join(map(re.escape, parts)) + "$")
+    return found
