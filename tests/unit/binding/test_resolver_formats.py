@@ -50,7 +50,7 @@ def test_a_kernel_takes_it_so_others_are_refused_however_they_rank():
     p = plan(Q, kernel("linear", "wide", 90), kernel("linear", "int8", 10, when=INT8))
     assert chosen(p) == "int8:linear" and not choice(p).dequantized and packings(p, "weight") == {"canonical"}
     assert lost(p, "", "wide:linear") == "weight format int8_row is not among plain"
-    assert p.weight_bytes == 48 * 64 and explain(p)["dequantized"] == []
+    assert p.weight_bytes == 48 * 64 + 4 * 48 and explain(p)["dequantized"] == []  # entries, and a scale a row
     t = torch.randn(48, 64)
     f = link(p, load(p, DictSource({"w": t}), readers=encoding("int8_row")).packed)["decode"]
     assert isinstance(view_of(f).weight, QTensor) and view_of(f).weight.data.dtype is torch.int8

@@ -143,12 +143,12 @@ def test_settings_from_elsewhere_keep_their_names():
 
 # ---------------------------------------------------------------- devices
 
-NEEDED = {"bench": ("latency",), "config": ("show",), "tune": ("--out", "x.lock")}
+NEEDED = {"export": ("--out", "exported"), "bench": ("latency",), "config": ("show",), "tune": ("--out", "x.lock")}
 WITH_DEVICE = [verb for verb in VERBS if "--device" in verb_parser(verb)[0]._option_string_actions]
 
 
 def test_all_verbs_that_run_a_model_take_a_device():
-    assert set(VERBS) - set(WITH_DEVICE) == {"devices", "doctor", "pull", "list", "convert", "show", "rm"}
+    assert set(VERBS) - set(WITH_DEVICE) == {"devices", "doctor", "pull", "list", "quantize", "convert", "show", "rm"}
 
 
 @pytest.mark.parametrize("verb", WITH_DEVICE)
