@@ -349,3 +349,14 @@ def test_files_beside_the_weights(small):
     panels = read.packings["native.panels"]
     assert panels["version"] == "1" and any(name.startswith("native:") for name in panels["kernels"])
     assert Manifest.read(small / "model") is None
+
+
+OWN = ({"draft_quantization": "weight_only_int8"}, {"mtp_files": "model"}, {"eagle": "model"})
+
+
+@pytest.mark.parametrize("own", OWN)
+def test_what_drafts_apart_from_the_model_is_refused_and_nothing_is_written(small, tmp_path, own):
+    options = {name: ModelFiles(small / value) if value == "model" else value for name, value in own.items()}
+    with pytest.raises(InferplaneError, match="An export"):
+        export(small / "model", tmp_path / "made", quantization="weight_only_int4", **options)
+    assert not list(tmp_path.iterdir())

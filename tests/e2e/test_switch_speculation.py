@@ -200,3 +200,17 @@ def test_prefixes_stay_where_only_n_grams_come(folders):
         assert llm.generate([prompt], one)[0].timings.cached_tokens == 48
         llm.set_speculation({"method": "mtp"})
         assert llm.generate([prompt], one)[0].timings.cached_tokens == 0, "the layer has no entries of it"
+
+
+def test_a_switch_that_lacks_memory_for_its_caches_closes_the_model(folders, monkeypatch):
+    """The old caches are freed by then: no request may run without one."""
+    with opened(folders) as llm:
+
+        def fail(caches):
+            raise CapacityError("No memory.", remedy="take less")
+
+        monkeypatch.setattr(llm.runner, "build_caches", fail)
+        with pytest.raises(CapacityError):
+            llm.set_speculation({"method": "mtp", "num_speculative_tokens": 2})
+        with pytest.raises(UsageError, match="closed"):
+            llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))

@@ -174,3 +174,10 @@ def test_answers_fit_their_description(client):
         shape = document["paths"][path][method]["responses"][str(answer.status_code)]
         schema = shape["content"]["application/json"]["schema"]
         jsonschema.validate(answer.json(), {**schema, "components": document["components"]})
+
+
+@pytest.mark.parametrize("timeout", [10**400, -1, 2**63, 5.0, "5", True, [1]])
+def test_a_time_limit_that_is_no_integer_of_microseconds_is_refused(client, timeout):
+    body = json.dumps(question(parameters={"timeout": timeout}))
+    answer = client.post(INFER, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and "timeout" in answer.json()["error"], answer.text

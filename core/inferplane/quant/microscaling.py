@@ -71,7 +71,7 @@ def _find_shape(source: TensorSource, name: str, *, format: str) -> tuple[int, .
         CheckpointError: a tensor is missing, or they do not fit each other.
     """
     module, columns = _module(name), FORMATS[format][2][1]
-    stored = _find_find_name(source, name)
+    stored = _find_stored_name(source, name)
     entries, scales = source.shape(stored) or (), source.shape(module + SCALE) or ()
     kinds = source.dtype(stored), source.dtype(module + SCALE)
     each = 1 if format == "mxfp8" else 2
@@ -104,7 +104,7 @@ def _read(source: TensorSource, name: str, shard: Shard, *, format: str) -> QTen
     """
     rows, columns = source.shape(name) or (0, 0)
     dtype, bits, block = FORMATS[format]
-    module, stored = _module(name), _find_find_name(source, name)
+    module, stored = _module(name), _find_stored_name(source, name)
     if format == "mxfp8":
         data = torch.empty(rows, columns, dtype=dtype)
         source.read_into(stored, data, Shard())
@@ -138,7 +138,7 @@ def _module(name: str) -> str:
     return name.removesuffix(WEIGHT)
 
 
-def _find_find_name(source: TensorSource, name: str) -> str:
+def _find_stored_name(source: TensorSource, name: str) -> str:
     """The tensor with a weight's entries."""
     packed = _module(name) + PACKED
     return name if source.shape(packed) is None else packed

@@ -303,7 +303,7 @@ class LLM:
 
         Raises:
             UsageError: requests run or wait, or ranks would have to load something. Otherwise as `LLM`. After an error
-                everything is as before.
+                everything is as before, unless memory ran out while the new caches were built: then the LLM is closed.
         """
         config = SpeculativeConfig.of(speculative_config)
         with self._lock:

@@ -21,6 +21,8 @@ def switch_speculation(engine: Engine, config: SpeculativeConfig | None, options
 
     Raises:
         UsageError: the engine is closed, or requests run or wait. Otherwise as `prepare_switch`; then nothing changed.
+        Whatever fails while the new caches are built, lack of memory above all: the old ones are freed by then, so the
+            engine is closed.
     """
     if engine.closed:
         raise UsageError("The model is closed: its weights and its cache are freed.", remedy="make a new LLM")
@@ -38,7 +40,11 @@ def switch_speculation(engine: Engine, config: SpeculativeConfig | None, options
         return
     counted = engine.scheduler.preemptions, engine.scheduler.prefix_queries_tokens, engine.scheduler.prefix_hits_tokens
     engine.speculator, engine.cache = None, KVCache((), 0, engine.cache.block_tokens)
-    switch.commit()
-    engine.start(config)
+    try:
+        switch.commit()
+        engine.start(config)
+    except BaseException:
+        engine.close()
+        raise
     scheduler = engine.scheduler
     scheduler.preemptions, scheduler.prefix_queries_tokens, scheduler.prefix_hits_tokens = counted

@@ -172,9 +172,17 @@ def _sampling_text(given: Mapping[str, list[Any]], parameters: Mapping[str, Any]
 
 
 def _timeout_s(parameters: Mapping[str, Any]) -> float | None:
-    """Return the protocol's own time limit, an integer of microseconds, in seconds; None without one."""
+    """Return the protocol's own time limit, an integer of microseconds, in seconds; None without one.
+
+    Raises:
+        ApiError: it is no integer of 64 bits; the tensor "timeout" counts in seconds.
+    """
     found = parameters.get("timeout")
-    return found / 1e6 or None if type(found) is int else None
+    if found is None:
+        return None
+    if type(found) is not int or not 0 <= found < 2**63:
+        raise invalid("The parameter timeout is no integer of microseconds, 0 to 2**63 - 1.", "timeout")
+    return found / 1e6 or None
 
 
 async def _native(given: Any, request_id: str, service: Service, timeout_s: float | None) -> InferCall:
@@ -200,7 +208,7 @@ async def _native(given: Any, request_id: str, service: Service, timeout_s: floa
 
 def _parse_typed(given: Mapping[str, list[Any]], parameters: Mapping[str, Any], request_id: str) -> InferCall:
     data: dict[str, Any] = {name: value for name, value in parameters.items() if name not in CONTROL}
-    if type(data.get("timeout")) is int:
+    if "timeout" in data:
         data["timeout"] = _timeout_s(parameters)
     for name, values in given.items():
         data[name] = values if name in ("input_ids", "stop_token_ids") else _decode(name, _one(name, values))

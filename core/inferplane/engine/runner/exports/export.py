@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from inferplane.binding import Plan, signature, write_lock
+from inferplane.engine.runner.loading.drafters import AS_STORED
 from inferplane.engine.runner.loading.weight_loading import describe_packings, pack_weights
 from inferplane.engine.runner.model_files import LOCK, ModelFiles
 from inferplane.engine.runner.model_runner import Runner
@@ -50,13 +51,13 @@ def export_model(
         host: the plugin host.
         device: its name. It is opened, and its kernels are checked as for a start.
         options: how to bind and load, among them `ranks`; layers that draft (MTP) are written if the checkpoint has
-            any, and what drafts with files of its own is not.
+            any; what drafts with files or a quantization of its own is refused.
         folder: must not exist.
         index: which of several such devices.
         progress: called with the bytes of packed weights, and of all, over all ranks.
 
     Raises:
-        UsageError: the folder exists or cannot be written; the model is an export.
+        UsageError: the folder exists or cannot be written; the model is an export; what drafts cannot be held.
         KernelError: a packing cannot be written.
         CheckpointError, BindError, DeviceError: as for loading it.
     """
@@ -64,6 +65,7 @@ def export_model(
         raise UsageError(f"{folder} exists.", remedy="name another folder, or remove it")
     if files.exported is not None:
         raise UsageError(f"{files.name} is an export.", remedy="export the model that it was made from")
+    _check_drafter(options)
     made = folder.absolute().parent / f".{folder.name}.{secrets.token_hex(4)}"
     try:
         made.mkdir(parents=True)
@@ -76,6 +78,21 @@ def export_model(
         ) from error
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+def _check_drafter(options: RunnerOptions) -> None:
+    """Raise UsageError for a drafter that an export cannot hold as requested."""
+    if options.eagle is not None or options.draft is not None or options.mtp_files is not None:
+        raise UsageError(
+            "An export holds the model, and the prediction layers in its own files.",
+            remedy="leave out the files of what drafts here, and name them where the export is started",
+        )
+    if options.draft_quantization not in (None, options.quantization or AS_STORED):
+        raise UsageError(
+            f"An export in {options.quantization!r} with prediction layers in {options.draft_quantization!r}.",
+            there_is="exports with one quantization for all layers",
+            remedy="leave out the quantization of what drafts, or start from the checkpoint, which has both",
+        )
 
 
 class _Exporter:
