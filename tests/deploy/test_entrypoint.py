@@ -39,7 +39,10 @@ def test_it_serves_unless_a_verb_is_named(tmp_path):
     assert start(tmp_path, "/models/a folder")[0] == ["serve", "/models/a folder"]
     assert start(tmp_path, "doctor", "--json")[0] == ["doctor", "--json"]
     branch = next(line for line in SCRIPT.read_text().splitlines() if line.strip().startswith("generate |"))
-    assert branch.strip().rstrip(")").split(" | ") == list(VERBS)
+    named = branch.strip().rstrip(")").split(" | ")
+    assert len(set(named)) == len(named) and {*named} - {"quantize"} == {*VERBS} - {"quantize"}
+    for verb in ("export", "quantize"):
+        assert start(tmp_path, verb, "--help")[0] == [verb, "--help"]
 
 
 @pytest.mark.parametrize("words", [("/bin/bash", "-c", "-ex", "inferplane x"), ("bash", "-c", "inferplane x")])

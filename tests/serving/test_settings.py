@@ -182,3 +182,30 @@ def test_secrets_are_not_shown():
     assert found.settings.api_key == ("hunter2", "other")
     assert "hunter2" not in repr(found.mask_secrets())
     assert found.mask_secrets()["api_key"] == ["***", "***"]
+
+
+def test_a_folder_in_model_dir_is_taken_before_names_are_looked_up(tmp_path):
+    for name in ("org/name/revision", "deepseek-ai/DeepSeek-R1/weight_only_int4"):
+        folder = tmp_path / name
+        environment = {"MODEL_DIR": str(tmp_path), "model_name": name}
+        if name.startswith("org"):
+            with pytest.raises(UsageError, match="is no model of the source system"):
+                resolve({}, environment)
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        found = resolve({}, environment).settings
+        assert found.model == str(folder)
+        assert found.quantization == (None if name.startswith("org") else "weight_only_int4")
+
+
+def test_drafts_of_the_source_system_take_a_method_of_any_source(tmp_path):
+    parts = {"SPECULATE_MODEL_QUANT_TYPE": "weight_only_int8", "SPECULATE_MAX_DRAFT_TOKEN_NUM": "2"}
+    found = resolve({}, {**parts, "INFERPLANE_SPECULATIVE_METHOD": "mtp"})
+    assert found.settings.speculative_quantization == "weight_only_int8" and found.settings.num_speculative_tokens == 2
+    assert not [note for note in found.notes if "no effect" in note]
+    absent = {"SPECULATE_MODEL_PATH": str(tmp_path / "absent")}
+    found = resolve({"speculative_method": "mtp"}, absent)
+    assert found.settings.speculative_model is None and "has no model" in " ".join(found.notes)
+    found = resolve({}, {**parts, "SPECULATE_METHOD": "mtp", "INFERPLANE_SPECULATIVE_METHOD": "none"})
+    assert found.settings.speculative_quantization is None
+    assert [note.split()[0] for note in found.notes if "no effect" in note] == [*reversed(parts)]

@@ -82,9 +82,10 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str], path: str | No
             named[name] = given_name, origin
             if name not in values:
                 values[name], origins[name] = _convert(FIELDS[name], value, origin), origin
+    drafts = source_names.settle_drafts(values, origins)
     settings = ServerSettings(**values)
     _check_together(settings)
-    notes += [*source.notes, *_find_unused_parts(settings, origins)]
+    notes += [*source.notes, *drafts, *_find_unused_parts(settings, origins)]
     every_origin = {name: origins.get(name, "default") for name in FIELDS}
     return ResolvedSettings(settings, every_origin, tuple(notes), source.launch)
 
@@ -255,9 +256,9 @@ def _check_together(settings: ServerSettings) -> None:
 
 
 def _find_unused_parts(settings: ServerSettings, origins: Mapping[str, str]) -> list[str]:
-    """Notes on parts of speculation that were given without a method; the source system's have notes of their own."""
+    """Notes on parts of speculation that were given without a method."""
     if settings.speculative_method not in (None, *NO_DRAFTS):
         return []
     parts = ("num_speculative_tokens", "speculative_model", "speculative_quantization", *PLAIN_PARTS)
-    given = [name for name in parts if name in origins and not origins[name].startswith("variable SPECULATE_")]
+    given = [name for name in parts if name in origins]
     return [f"{name} has no effect without speculative_method ({origins[name]})" for name in given]

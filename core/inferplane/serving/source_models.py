@@ -10,6 +10,7 @@ Source: https://github.com/PaddlePaddle/PaddleNLP, llm/server/docs/static_models
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 from inferplane.errors import UsageError
@@ -89,6 +90,11 @@ _NAME = re.compile(r"[\w.-]+/[\w.-]+/[\w.-]+", re.ASCII)
 _VARIANT = re.compile(rf"({'|'.join(_DRAFTING)})-(\d+nodes?|MTP\b.*|FP8\b.*)")
 
 
+def find_known_model(name: str) -> SourceModel | None:
+    """What a known name of the source system stands for; None for any other text."""
+    return EXPORTED.get(name) or PUBLISHED.get(name)
+
+
 def find_source_model(name: str) -> SourceModel | None:
     """What a name of the source system stands for; None for a text that is none of its names, as `hf:ORG/NAME`.
 
@@ -96,10 +102,20 @@ def find_source_model(name: str) -> SourceModel | None:
         UsageError: the name has the form of the source system's, and is none that is known.
     """
     plain = name.strip().rstrip("/")
-    found = EXPORTED.get(plain) or PUBLISHED.get(plain)
+    found = find_known_model(plain)
     if found is None and (_NAME.fullmatch(plain) or _VARIANT.fullmatch(plain)):
         base, _, last = plain.rpartition("/")
         there_is = ", ".join((*EXPORTED, *PUBLISHED))
         remedy = "pass the repository's own name" + (f" and --quantization {last}" if base.count("/") else "")
         raise UsageError(f"{name!r} is no model of the source system.", there_is=there_is, remedy=remedy)
     return found
+
+
+def model_named(name: str) -> SourceModel:
+    """The model that a text stands for: a path that exists, else a name of the source system, else any other name.
+
+    Raises:
+        UsageError: as `find_source_model`.
+    """
+    found = None if Path(name).expanduser().exists() else find_source_model(name)
+    return found or SourceModel(name, name)

@@ -21,12 +21,14 @@ Source: https://paddlenlp.readthedocs.io, "llm/server", tables of service and mo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from inferplane.engine.request.arguments import NO_DRAFTS
 from inferplane.errors import UsageError
-from inferplane.serving.source_models import EXPORTED, SourceModel, find_source_model
+from inferplane.serving.source_models import EXPORTED, SourceModel, find_known_model, find_source_model
 
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 """Accepted spellings of a switch, in upper or lower case."""
@@ -85,11 +87,11 @@ def _if_true(value: Any) -> Callable[[str], Any]:
     return convert
 
 
-def _integer(low: int, high: int | None = None) -> Callable[[str], int]:
+def integer(low: int, high: int | None = None) -> Callable[[str], int]:
     """Return a converter of whole numbers from `low` to `high`."""
 
     def convert(text: str) -> int:
-        number = int(text) if text.lstrip("-").isdecimal() else low - 1
+        number = int(text) if re.fullmatch("-?[0-9]{1,18}", text) else low - 1
         if number < low or (high is not None and number > high):
             raise ValueError(f"whole numbers from {low} to {high}" if high else f"whole numbers of {low} and more")
         return number
@@ -121,7 +123,7 @@ NAMES: dict[str, Meaning] = {
     "USE_CACHE_KV_INT8": Meaning("kv_cache_dtype", _if_true("int8")),
     "USE_HF_TOKENIZER": Meaning("native_text", _if_true("raw")),
     "SPECULATE_METHOD": Meaning("speculative_method", _none_if_named_so),
-    "SPECULATE_MAX_DRAFT_TOKEN_NUM": Meaning("num_speculative_tokens", _integer(1, MAX_DRAFTS)),
+    "SPECULATE_MAX_DRAFT_TOKEN_NUM": Meaning("num_speculative_tokens", integer(1, MAX_DRAFTS)),
     "SPECULATE_MODEL_PATH": Meaning("speculative_model"),
     "SPECULATE_MODEL_QUANT_TYPE": Meaning("speculative_quantization", _none_if_named_so),
 }
@@ -168,7 +170,6 @@ def read(environ: Mapping[str, str]) -> SourceSettings:
         notes.append(f"{old} is the older name of {OLDER[old]}, and is taken as it")
     _read_cache(given, found, notes)
     _read_model(given, found, notes)
-    _read_drafts(given, found, notes)
     launch = _read_launch(given, notes)
     return SourceSettings(found, notes, launch)
 
@@ -185,9 +186,9 @@ def _convert(name: str, given: Mapping[str, str], convert: Callable[[str], Any])
 
 def _read_cache(given: Mapping[str, str], found: dict[str, tuple[str, Any]], notes: list[str]) -> None:
     """BLOCK_BS: the cache holds so many sequences of the full length."""
-    sequences = _convert("BLOCK_BS", given, _integer(1))
+    sequences = _convert("BLOCK_BS", given, integer(1))
     if sequences is not None:
-        length = _convert("MAX_SEQ_LEN", given, _integer(1)) or DEFAULT_LENGTH
+        length = _convert("MAX_SEQ_LEN", given, integer(1)) or DEFAULT_LENGTH
         found["kv_cache_tokens"] = ("BLOCK_BS", sequences * length)
         total = f"{sequences} x {length} = {sequences * length}"
         notes.append(f"BLOCK_BS={sequences}: the KV cache holds {total} tokens (MAX_SEQ_LEN)")
@@ -202,11 +203,10 @@ def _read_model(given: Mapping[str, str], found: dict[str, tuple[str, Any]], not
             _choose_model(model, given, found, notes)
         return
     folder = place / name
-    model = None if Path(name).exists() else find_source_model(name)
-    if (folder / "config.json").is_file():
-        found["model"] = ("model_name", str(folder))
-    else:
-        found["model"] = ("model_name", name if model is None else model.repository)
+    lies_there = (folder / "config.json").is_file()
+    find = find_known_model if lies_there else find_source_model
+    model = None if Path(name).expanduser().exists() else find(name)
+    found["model"] = ("model_name", str(folder) if lies_there else name if model is None else model.repository)
     if model is not None:
         _choose_model(model, given, found, notes)
 
@@ -229,29 +229,37 @@ def _choose_model(
         )
 
 
-def _read_drafts(given: Mapping[str, str], found: dict[str, tuple[str, Any]], notes: list[str]) -> None:
-    """What belongs to drafts has no effect without a method, and prediction layers may be the checkpoint's own."""
-    method = str(found.get("speculative_method", ("", ""))[1])
-    if not method:
-        for name in ("SPECULATE_MAX_DRAFT_TOKEN_NUM", "SPECULATE_MODEL_PATH", "SPECULATE_MODEL_QUANT_TYPE"):
-            if name in given:
-                notes.append(f"{name} has no effect without SPECULATE_METHOD")
-        for setting in ("speculative_model", "speculative_quantization"):
-            found.pop(setting, None)
-        return
-    folder = given.get("SPECULATE_MODEL_PATH")
-    if method == "mtp" and folder is not None and not (Path(folder) / "config.json").is_file():
-        del found["speculative_model"]
-        notes.append(
-            f"SPECULATE_MODEL_PATH={folder} has no model: the prediction layers of the model's own files draft"
-        )
+def settle_drafts(values: dict[str, Any], origins: dict[str, str]) -> list[str]:
+    """Remove settings of drafts that the source system's variables give in vain, once all sources are merged.
+
+    Without a method they have no effect; and prediction layers may be in the model's own files.
+
+    Returns:
+        A note for each.
+    """
+    method = values.get("speculative_method")
+    drafts = method not in (None, *NO_DRAFTS)
+    notes = []
+    for variable, meaning in NAMES.items():
+        name = meaning.setting
+        if origins.get(name) != f"variable {variable}" or not variable.startswith("SPECULATE_"):
+            continue
+        if not drafts and name != "speculative_method":
+            notes.append(f"{variable} has no effect without SPECULATE_METHOD")
+        elif name == "speculative_model" and method == "mtp" and not (Path(values[name]) / "config.json").is_file():
+            where = "the prediction layers of the model's own files draft"
+            notes.append(f"{variable}={values[name]} has no model: {where}")
+        else:
+            continue
+        del values[name], origins[name]
+    return notes
 
 
 def _read_launch(given: Mapping[str, str], notes: list[str]) -> LaunchRequest | None:
     """MP_NUM, MP_NNODE, POD_IPS, POD_0_IP and INTER_PROC_PORT: the processes that share the model."""
-    processes, nodes = (_convert(name, given, _integer(1)) for name in ("MP_NUM", "MP_NNODE"))
+    processes, nodes = (_convert(name, given, integer(1)) for name in ("MP_NUM", "MP_NNODE"))
     ports = [name for name in LAUNCH if name.endswith("_PORT") and name in given]
-    port = _convert(ports[-1], given, _integer(1, 65535)) if ports else None
+    port = _convert(ports[-1], given, integer(1, 65535)) if ports else None
     nodes = nodes or 1
     if nodes == 1:
         for name in ("POD_IPS", "POD_0_IP", *ports):

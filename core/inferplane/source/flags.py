@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from inferplane.cli.arguments import Parser
 from inferplane.engine.request.arguments import DRAFT_ALIASES, DRAFT_METHODS, MAX_LOOKUP_TOKENS, NO_DRAFTS
 from inferplane.errors import UsageError
-from inferplane.serving.source_models import SourceModel, find_source_model
-from inferplane.serving.source_names import FALSE, MAX_DRAFTS, TRUE
+from inferplane.serving.source_models import SourceModel, model_named
+from inferplane.serving.source_names import FALSE, MAX_DRAFTS, TRUE, integer
 
 
 class Flag(NamedTuple):
@@ -114,12 +114,10 @@ def _convert(flag: Flag, text: str) -> Any:
             raise UsageError(f"--{flag.name} {text}.", there_is=", ".join((*TRUE, *FALSE)))
         return text.lower() in TRUE
     if flag.kind == "count":
-        low, high = flag.range
-        number = int(text) if text.lstrip("-").isdecimal() else None
-        if number is None or number < low or (high is not None and number > high):
-            there_is = f"whole numbers from {low} to {high}" if high else f"whole numbers of {low} and more"
-            raise UsageError(f"--{flag.name} {text}.", there_is=there_is)
-        return number
+        try:
+            return integer(*flag.range)(text)
+        except ValueError as error:
+            raise UsageError(f"--{flag.name} {text}.", there_is=str(error)) from error
     if flag.kind == "number":
         try:
             return float(text)
@@ -139,7 +137,7 @@ def model_of(args: argparse.Namespace) -> SourceModel:
     name = args.model_name_or_path
     if not name:
         raise UsageError("There is no model.", remedy="pass --model_name_or_path MODEL")
-    return find_source_model(name) or SourceModel(name, name)
+    return model_named(name)
 
 
 def speculation(args: argparse.Namespace, model: SourceModel) -> dict[str, Any] | None:
@@ -159,7 +157,7 @@ def speculation(args: argparse.Namespace, model: SourceModel) -> dict[str, Any] 
         return {**found, "prompt_lookup_max": args.speculate_max_ngram_size}
     draft = args.draft_model_name_or_path
     if draft:
-        draft = (find_source_model(draft) or SourceModel(draft, draft)).repository
+        draft = model_named(draft).repository
     if draft and draft != model.repository:  # the layers that draft may be in the model's own files
         found["model"] = draft
     quantization = args.draft_model_quant_type or model.draft_quantization

@@ -15,6 +15,7 @@ from inferplane.errors import UsageError
 from inferplane.serving.lifecycle.launch import launch_ranks
 from inferplane.serving.source_names import LaunchRequest
 from inferplane.source import export_model, predictor
+from inferplane.source.flags import PREDICTOR_FLAGS, parse
 
 VISIBLE = "_VISIBLE_DEVICES"
 """Ends the names of vendors' variables that say which devices a process sees."""
@@ -41,7 +42,8 @@ def run(words: Sequence[str], screen: Screen) -> int:
         screen.note(f"this process writes the parts of all {processes} devices")
         return export_model.run(rest, screen, ranks=processes)
     request = LaunchRequest(processes, nodes, addresses if nodes > 1 else ())
-    launch_ranks(request, _device(rest), ("inferplane.source", "predictor", *rest), screen.warning)
+    device = parse("predictor", PREDICTOR_FLAGS, rest, str(predictor.__doc__)).device
+    launch_ranks(request, device, ("inferplane.source", "predictor", *rest), screen.warning)
     return predictor.run(rest, screen)
 
 
@@ -57,9 +59,3 @@ def check_devices(devices: Sequence[str], environ: Mapping[str, str]) -> None:
             f"--gpus {','.join(devices)}: processes take the visible devices, from 0.",
             remedy=f"set the vendor's variable ...{VISIBLE} to these numbers too",
         )
-
-
-def _device(words: Sequence[str]) -> str:
-    """The kind of device that the script's flags name."""
-    at = words.index("--device") + 1 if "--device" in words else len(words)
-    return words[at] if at < len(words) else "auto"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from inferplane.cli.screen import Screen
 from inferplane.errors import CapacityError, UsageError
+from inferplane.files import check_writable, write_atomically
 from inferplane.source.flags import (
     PREDICTOR_FLAGS,
     engine_options,
@@ -31,23 +32,29 @@ PROMPT = "你好，请介绍一下你自己。"
 
 
 def run(words: Sequence[str], screen: Screen) -> int:
-    """Load, generate, write."""
+    """Load, generate, write: the whole file, or none."""
+    from inferplane.engine.runner.ranks import launcher_ranks
+
     args = parse("predictor", PREDICTOR_FLAGS, words, str(__doc__))
     model = model_of(args)
-    examples = read_examples(args)
+    examples, output = read_examples(args), Path(args.output_file).expanduser()
     if note := explain_needless(PREDICTOR_FLAGS, args.given):
         screen.note(note)
     options = {**engine_options(args, model), "max_num_seqs": args.batch_size}
     config = speculation(args, model)
+    if launcher_ranks()[0] == 0:  # other ranks write nothing
+        check_writable(output)
     with _open(model.repository, {**options, "speculative_config": config}, screen) as llm:
-        params = _params(args)
-        with Path(args.output_file).open("w", encoding="utf-8") as out:
-            for first in range(0, len(examples), args.batch_size):
-                batch = examples[first : first + args.batch_size]
-                for (source, target), text in zip(batch, _generate(llm, batch, params, args.src_length)):
-                    for title, what in (("Source", source), ("Target", target), ("Output", text)):
-                        screen.stream(f"***********{title}**********\n{what}\n")
-                    out.write(json.dumps({"src": source, "tgt": target, "output": text}, ensure_ascii=False) + "\n")
+        params, lines = _params(args), []
+        requests = [_request(llm, source, target, params, args.src_length) for source, target in examples]
+        for first in range(0, len(examples), args.batch_size):
+            chosen = slice(first, first + args.batch_size)
+            prompts, each = zip(*requests[chosen])
+            for (source, target), result in zip(examples[chosen], llm.generate(list(prompts), list(each))):
+                for title, what in (("Source", source), ("Target", target), ("Output", result.text)):
+                    screen.stream(f"***********{title}**********\n{what}\n")
+                lines.append(json.dumps({"src": source, "tgt": target, "output": result.text}, ensure_ascii=False))
+        write_atomically(output, "".join(f"{line}\n" for line in lines))
     return 0
 
 
@@ -106,17 +113,16 @@ def _params(args: argparse.Namespace) -> SamplingParams:
     )
 
 
-def _generate(llm: LLM, batch: Sequence[tuple[Any, Any]], params: SamplingParams, longest: int | None) -> list[str]:
-    """The text for each prompt; as many tokens as the flags say, or as a sequence may still have."""
-    prompts = [_encode(llm, source, target) for source, target in batch]
-    each = []
-    for ids in prompts:
-        if longest is not None and len(ids) > longest:
-            what = f"A prompt has {len(ids)} tokens."
-            raise CapacityError(what, there_is=f"--src_length {longest}", remedy="raise it, or cut the prompt")
-        left = max(1, llm.runner.max_model_len - len(ids))
-        each.append(replace(params, max_tokens=min(params.max_tokens or left, left)))
-    return [result.text for result in llm.generate(prompts, each)]
+def _request(
+    llm: LLM, source: Any, target: Any, params: SamplingParams, longest: int | None
+) -> tuple[list[int], SamplingParams]:
+    """A prompt's token ids, with as many new tokens as the flags say, or as a sequence may still have."""
+    ids = _encode(llm, source, target)
+    if longest is not None and len(ids) > longest:
+        what = f"A prompt has {len(ids)} tokens."
+        raise CapacityError(what, there_is=f"--src_length {longest}", remedy="raise it, or cut the prompt")
+    left = max(1, llm.runner.max_model_len - len(ids))
+    return ids, replace(params, max_tokens=min(params.max_tokens or left, left))
 
 
 def _encode(llm: LLM, source: Any, target: Any) -> list[int]:

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from inferplane.cli.main import verb_parser
 from inferplane.cli.screen import Screen
+from inferplane.cli.verbs import serve
 from inferplane.errors import InferplaneError, UsageError
 from inferplane.hub import parse_name
-from inferplane.serving.configure import resolve
+from inferplane.serving.configure import ResolvedSettings
 from inferplane.serving.lifecycle.launch import count_devices, count_local, find_machine
 from inferplane.serving.lifecycle.notify import FOLLOWS, NOTIFY_SOCKET, READY
 from inferplane.serving.source_models import SourceModel, find_source_model
@@ -53,12 +55,15 @@ def run(words: Sequence[str], screen: Screen) -> int:
     if named:
         environ["model_name"] = words[0]
     set_defaults(environ)
-    resolved = resolve({}, environ)  # raises what is wrong with the variables, before anything is downloaded
+    resolved = read_settings(rest, environ)  # raises what is wrong, before anything is downloaded
     follows = share_devices(resolved.launch, resolved.settings.device, environ)
     fetch_named_model(environ, screen)
     folder.mkdir(parents=True, exist_ok=True)
-    port = resolved.settings.health_port or max(resolved.settings.port, 0)
-    (folder / HEALTH).write_text(str(port), encoding="utf-8")
+    port = resolved.settings.health_port or resolved.settings.port
+    if port > 0:
+        (folder / HEALTH).write_text(str(port), encoding="utf-8")
+    else:  # gRPC alone: no port answers over HTTP
+        (folder / HEALTH).unlink(missing_ok=True)
     screen.note(f"starting a server; its log is {folder / LOG}")
     _start(rest, environ, folder, follows=follows)
     where = (
@@ -66,6 +71,15 @@ def run(words: Sequence[str], screen: Screen) -> int:
     )
     screen.note(f"the server is ready ({where}); `stop_server` ends it")
     return 0
+
+
+def read_settings(words: Sequence[str], environ: Mapping[str, str]) -> ResolvedSettings:
+    """The settings that `serve` will have with these options and variables.
+
+    Raises:
+        UsageError: as `serve`.
+    """
+    return serve.resolve(verb_parser("serve")[0].parse_all(list(words)), environ)
 
 
 def set_defaults(environ: MutableMapping[str, str]) -> None:
@@ -152,13 +166,11 @@ def explain_end(log: Path, code: int) -> InferplaneError:
 
 @contextmanager
 def _notifications() -> Iterator[tuple[socket.socket, str]]:
-    """A socket for the server's notifications, and its address."""
-    with tempfile.TemporaryDirectory(prefix="inferplane-") as folder:
-        address = os.path.join(folder, "notify")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
-            listener.bind(address)
-            listener.settimeout(POLL_S)
-            yield listener, address
+    """A socket for the server's notifications, and its address: an abstract one, since paths may be too long."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(f"\0inferplane-{secrets.token_hex(16)}")
+        listener.settimeout(POLL_S)
+        yield listener, f"@{listener.getsockname()[1:].decode()}"
 
 
 def _is_ready(listener: socket.socket, *, follows: bool) -> bool:

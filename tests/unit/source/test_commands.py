@@ -174,3 +174,78 @@ def test_scripts_pass_their_words_on(tmp_path):
         assert f'main(["{name}", *sys.argv[1:]])' in (folder / f"{name}.py").read_text()
     assert 'main(["launch", *sys.argv[1:]])' in (folder / "paddle" / "distributed" / "launch.py").read_text()
     assert all(os.access(folder / name, os.X_OK) for name in ("start_server", "stop_server"))
+
+
+def test_a_folder_that_exists_is_no_name_of_the_source_system(tmp_path, monkeypatch):
+    from inferplane.source.flags import PREDICTOR_FLAGS, model_of, parse, speculation
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("downloads/org/name", "deepseek-ai/DeepSeek-R1-FP8/"):
+        words = ["--model_name_or_path", name, "--draft_model_name_or_path", name, "--speculate_method", "mtp"]
+        (tmp_path / name).mkdir(parents=True)
+        args = parse("predictor", PREDICTOR_FLAGS, words, "")
+        assert model_of(args).repository == name
+        args.model_name_or_path = "other"
+        assert speculation(args, model_of(args))["model"] == name
+
+
+def test_a_refused_prompt_leaves_the_old_results(online, tmp_path, capsys):
+    lines = [{"src": "Hello"}, {"src": "Hello, this prompt has more tokens than the others"}]
+    (tmp_path / "data.json").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "output.json").write_text("old")
+    words = ["predictor", "--model_name_or_path", REPOSITORIES[0], "--data_file", "data.json", "--src_length", "12"]
+    assert main([*words, "--max_length", "2"]) == 1
+    shown = capsys.readouterr()
+    assert "--src_length 12" in shown.err and "Output" not in shown.out
+    assert (tmp_path / "output.json").read_text() == "old"
+
+
+def test_a_folder_for_results_must_exist_before_a_model_is_loaded(tmp_path, capsys):
+    words = ["predictor", "--model_name_or_path", str(tmp_path), "--output_file", str(tmp_path / "absent" / "out.json")]
+    assert main(words) == 2 and "cannot be written: No such file" in capsys.readouterr().err
+
+
+def test_counts_are_whole_numbers(capsys):
+    for text in ("--5", "5-", "²", "1_0"):
+        assert main(["predictor", "--model_name_or_path", "demo", f"--max_length={text}"]) == 2
+        assert "whole numbers of 1 and more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["--device=cpu"], ["--device", "cpu"]])
+def test_a_launcher_reads_the_device_in_each_form(flags, monkeypatch):
+    from inferplane.cli.screen import Screen
+    from inferplane.source import launch
+
+    devices = []
+    monkeypatch.setattr(launch, "launch_ranks", lambda request, device, *others: devices.append(device))
+    monkeypatch.setattr(launch.predictor, "run", lambda words, screen: 0)
+    assert launch.run(["predictor.py", *flags], Screen()) == 0 and devices == ["cpu"]
+
+
+def test_a_server_starts_with_the_settings_of_its_options(tmp_path, monkeypatch):
+    from inferplane.cli.screen import Screen
+    from inferplane.source import start_server
+    from inferplane.source.running import HEALTH, SERVER_DIR
+
+    said: list[str] = []
+    monkeypatch.setattr(start_server, "_start", lambda *words, **others: None)
+    monkeypatch.setattr(Screen, "note", lambda self, text: said.append(text))
+    monkeypatch.setenv(SERVER_DIR, str(tmp_path))
+    assert start_server.run([str(tmp_path), "--port", "18801", "--device", "cpu"], Screen()) == 0
+    assert (tmp_path / HEALTH).read_text() == "18801" and "ready (port 18801)" in said[-1]
+    monkeypatch.setenv("SERVICE_HTTP_PORT", "-1")
+    assert start_server.run([str(tmp_path), "--grpc-port", "18802", "--device", "cpu"], Screen()) == 0
+    assert not (tmp_path / HEALTH).exists() and "gRPC at 18802" in said[-1]
+
+
+def test_a_long_folder_of_temporary_files_does_not_matter(tmp_path, monkeypatch):
+    from inferplane.serving.lifecycle import notify
+    from inferplane.source import start_server
+
+    place = tmp_path / ("x" * 120)
+    place.mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
+    with start_server._notifications() as (listener, address):
+        monkeypatch.setenv(notify.NOTIFY_SOCKET, address)
+        notify.notify(notify.READY)
+        assert start_server._is_ready(listener, follows=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from inferplane.cli.arguments import Parser, add_examples, add_flags, check_device, pins
@@ -61,12 +62,12 @@ def add_settings(parser: Parser) -> None:
         add_flags(group, flags(name), dest=name, default=argparse.SUPPRESS, **kind)
 
 
-def resolve(args: argparse.Namespace) -> ResolvedSettings:
+def resolve(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> ResolvedSettings:
     """Resolve the settings of a command from flags, variables, file and defaults."""
     from inferplane.serving.configure import resolve as resolve_settings
     from inferplane.serving.settings import FIELDS
 
     given = {name: value for name, value in vars(args).items() if name in FIELDS}
-    resolved = resolve_settings(given, os.environ, args.config)
+    resolved = resolve_settings(given, environ, args.config)
     check_device(resolved.settings.device, indexed=True, name=f"device ({resolved.origins['device']})")
     return resolved
