@@ -1,4 +1,4 @@
-"""Write a model with its weights packed for one device, so that a start reads bytes and packs nothing.
+"""Write a model with weights packed for one device: a start packs nothing.
 
 The folder has the config, the tokenizer, the kernel choices and, for each of the devices that share the model, a folder
 with its weights. Every verb takes it in place of a model. It is readable on the same kind of device, by kernels that
@@ -30,8 +30,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--tensor-parallel-size", metavar="N", type=int, default=1, help=words)
     add_examples(
         parser,
-        "path/to/model --device {X} --quantization weight_only_int4 --out exported",
-        "path/to/model --device {X} --tensor-parallel-size 8 --out exported",
+        "model --device {X} --quantization a8w8 --out made",
+        "model --device {X} --tensor-parallel-size 8 --out made",
     )
 
 

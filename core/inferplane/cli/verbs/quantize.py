@@ -1,4 +1,4 @@
-"""Write a quantized copy of a model: weights, config, tokenizer, templates and a model card in a new folder.
+"""Write a quantized copy of a model, with all its files, to a new folder.
 
 Weights are rounded to nearest while they are read, one at a time. Those that are quantized already (FP8, GPTQ, AWQ,
 GGUF and others) are expanded in float32 first, or taken as they are where they have the format. The copy has the form
@@ -28,7 +28,7 @@ def add_arguments(parser: Parser) -> None:
     add_examples(
         parser,
         "--quantization weight_only_int4 --out demo-int4",
-        "deepseek-ai/DeepSeek-V3 --quantization weight_only_int4 --out v3-int4",
+        "org/model --quantization a8w8 --out model-a8w8",
     )
 
 
