@@ -152,7 +152,7 @@ def test_a_checkpoint_that_asks_has_its_activations_coded_without_a_pin(format):
     for op, name in ((linear, "linear"), (mlp, "gated_mlp"), (experts, "moe_experts")):
         label, why, activation_quant_skipped = bound(op, (9, 0))
         assert label == f"triton_fp8:{name}_fp8" and not activation_quant_skipped
-        assert "quantizes activations to fp8, as the checkpoint requests" in why and "AMBIGUOUS" not in why
+        assert "quantizes activations to fp8, as requested" in why and "AMBIGUOUS" not in why
         label, _, activation_quant_skipped = bound(op, (8, 0))
         assert label == f"triton:{name}" and "came with 8.9" in activation_quant_skipped
     assert bound(Linear(placeholder(512, 256, format=format)), (9, 0))[0] == "triton:linear"
@@ -166,7 +166,7 @@ def test_int4_meets_activations_in_fp8_where_the_checkpoint_asks(format):
     for op, name in ((linear, "linear"), (mlp, "gated_mlp"), (experts, "moe_experts")):
         label, why, activation_quant_skipped = bound(op, (9, 0))
         assert label == f"triton_fp8:{name}_fp8" and not activation_quant_skipped
-        assert "quantizes activations to fp8, as the checkpoint requests" in why
+        assert "quantizes activations to fp8, as requested" in why
         assert bound(op, (8, 0))[0] == f"triton:{name}"
 
 
@@ -181,7 +181,7 @@ def test_int8_weights_meet_activations_in_int8_where_that_is_asked_for(capabilit
     for op, name in ops:
         label, why, activation_quant_skipped = bound(op, capability)
         assert label == f"triton_int8:{name}_int8" and not activation_quant_skipped
-        assert "quantizes activations to int8, as the checkpoint requests" in why
+        assert "quantizes activations to int8, as requested" in why
     unasked = Linear(placeholder(512, 256, format="int8_row"))
     assert bound(unasked, capability)[0] == "triton:linear"
 

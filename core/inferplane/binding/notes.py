@@ -23,7 +23,7 @@ def note_activation_quant(op: Op, choice: Choice, kernels: Sequence[Kernel]) -> 
         return
     if choice.kernel is not None and choice.kernel.quantizes_activations_to in requested:
         format = choice.kernel.quantizes_activations_to
-        choice.why += f"; quantizes activations to {format}, as the checkpoint requests"
+        choice.why += f"; quantizes activations to {format}, as requested"
         return
     able = {k.name for k in kernels if k.quantizes_activations_to in requested}
     lost = next((f"{r.kernel} is not chosen: {r.reason}" for r in choice.rejected if r.kernel in able), "")

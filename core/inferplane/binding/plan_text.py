@@ -197,7 +197,7 @@ def _foot(data: Mapping[str, Any], lines: list[SiteRow]) -> Iterator[Line]:
         yield [(f"{words}, which no kernel of {item['op']} accepts here", "")]
     for item in data["activation_quant_skipped"]:
         words = f"activations not quantized to {item['activation_quant']} at {item['sites']} sites"
-        yield [(f"{words}, though the checkpoint requests it: {item['reason']}", "")]
+        yield [(f"{words}, though that is requested: {item['reason']}", "")]
     steps = data.get("decode_steps")
     if steps is not None and not steps["off"]:
         yield [(format_captured_steps(steps), "")]

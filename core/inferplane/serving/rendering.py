@@ -57,7 +57,7 @@ class Rendering:
         """Return the answer without a stream."""
         raise NotImplementedError
 
-    def whole(self, generation: Generation, choices: Sequence[GeneratedChoice]) -> tuple[bytes, dict[str, str]]:
+    def encode_answer(self, generation: Generation, choices: Sequence[GeneratedChoice]) -> tuple[bytes, dict[str, str]]:
         """Return the answer without a stream as bytes, and its headers."""
         return encode_json(self.full_response(generation, choices)), {"content-type": "application/json"}
 

@@ -43,7 +43,7 @@ def test_activations_are_coded_where_the_checkpoint_asks():
     exact = kernel("linear", "exact", 50, when=takes)
     asked = plan(asking(), exact, coding)
     assert chosen(asked) == "coding:linear" and not choice(asked).ambiguous
-    assert choice(asked).why == "rank 50; quantizes activations to fp8, as the checkpoint requests"
+    assert choice(asked).why == "rank 50; quantizes activations to fp8, as requested"
     unasked = plan(asking(""), exact, coding)
     assert chosen(unasked) == "exact:linear" and choice(unasked).why == "rank 50"
     assert chosen(plan(asking("int8"), exact, coding)) == "exact:linear", "another coding than its own"
@@ -58,7 +58,7 @@ def test_activations_are_coded_where_the_checkpoint_asks():
         "sites": 1,
         "reason": "no kernel of linear quantizes them",
     }
-    told = "not quantized to fp8 at 1 sites, though the checkpoint requests it: no kernel of linear quantizes them"
+    told = "not quantized to fp8 at 1 sites, though that is requested: no kernel of linear quantizes them"
     assert told in explain_text(alone)
     assert explain(asked)["activation_quant_skipped"] == explain(unasked)["activation_quant_skipped"] == []
 

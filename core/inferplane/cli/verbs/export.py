@@ -1,8 +1,8 @@
 """Write a model with weights packed for one device: a start packs nothing.
 
 The folder has the config, the tokenizer, the kernel choices and, for each of the devices that share the model, a folder
-with its weights. Every verb takes it in place of a model. It is readable on the same kind of device, by kernels that
-read the same packings; others refuse it. Layers that draft (MTP) are part of it; n-grams need nothing.
+with its weights. Verbs that load a model take it in its place. It is readable on the same kind of device, by kernels
+that read the same packings; others refuse it. Layers that draft (MTP) are part of it; n-grams need nothing.
 """
 
 from __future__ import annotations

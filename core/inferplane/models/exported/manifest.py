@@ -12,7 +12,7 @@ from typing import Any
 
 from inferplane.errors import CheckpointError, UsageError
 from inferplane.files import AGAIN
-from inferplane.models.reading.json_scanner import read_text
+from inferplane.models.reading.config import read_object
 
 MANIFEST = "export.json"
 SCHEMA = 1
@@ -86,12 +86,7 @@ class Manifest:
         path = folder / MANIFEST
         if not os.path.lexists(path):
             return None
-        try:
-            content = json.loads(read_text(path, MAX_MANIFEST_BYTES))
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} is not valid JSON: {error}.", remedy=AGAIN) from error
-        if not isinstance(content, dict):
-            raise CheckpointError(f"{path} holds no JSON object.", remedy=AGAIN)
+        content = read_object(path, MAX_MANIFEST_BYTES)
         if content.get("schema") != SCHEMA:
             release = content.get("inferplane")
             maker = f", made by inferplane {release}" if isinstance(release, str) else ""

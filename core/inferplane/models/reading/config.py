@@ -47,14 +47,14 @@ OTHER_KINDS = (
 """What a folder without a config may be, by a file's name: words for the error, and what to do."""
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """Read the entries of a JSON file.
+def read_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """Read the entries of a JSON file of at most `max_bytes`.
 
     Raises:
         CheckpointError: the file is not a regular file, too large, or holds no JSON object.
     """
     try:
-        entries = json.loads(read_text(path, MAX_CONFIG_BYTES))
+        entries = json.loads(read_text(path, max_bytes))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}.", remedy=AGAIN) from error
     if not isinstance(entries, dict):

@@ -307,7 +307,7 @@ class InferRendering(Rendering):
         self._head: dict[str, Any] = {"model_name": name, "model_version": names.VERSION}
         self._head.update({} if request_id is None else {"id": request_id})
 
-    def whole(self, generation: Generation, choices: Sequence[GeneratedChoice]) -> tuple[bytes, dict[str, str]]:
+    def encode_answer(self, generation: Generation, choices: Sequence[GeneratedChoice]) -> tuple[bytes, dict[str, str]]:
         found = self._rendering.full_response(generation, choices)
         requested = self._binary or dict.fromkeys(found, self._is_binary)
         outputs, contents = [], []

@@ -89,7 +89,7 @@ class GenerateResponse(Response):
 
     async def _answer_at_once(self, generation: Generation, scope: Scope, receive: Receive, send: Send) -> None:
         choices = await gather_choices(generation)
-        data, headers = self._rendering.whole(generation, choices)
+        data, headers = self._rendering.encode_answer(generation, choices)
         response = Response(data, headers={**headers, **report_ignored_fields(self._ignored)})
         self._started = True
         await response(scope, receive, send)
