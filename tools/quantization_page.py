@@ -26,6 +26,7 @@ INTRO = """# Quantizations by device
 For each value of `quantization` and of `kv_cache_dtype` what `explain` says of a model in bfloat16, on the device's
 first architecture or the one that is named. The three letters of a cell are those of a KV cache in the model's dtype,
 in int8 and in fp8; c8 in a name decides the KV cache, so there is one letter.
+[Python](python.md#quantized-weights) says what each name quantizes.
 
 - **n**: native. Every weight that the quantization quantizes stays so, activations are quantized where the name says
   so, and attention reads the cache by a kernel.

@@ -433,7 +433,7 @@ def test_memory_of_loading(tied):
     assert found["met"], found
 
 
-@pytest.mark.parametrize("phase", ["bind_and_check", "_load", "_build_cache"])
+@pytest.mark.parametrize("phase", ["bind_and_check", "load_weights", "build_caches"])
 def test_what_does_not_fit_into_memory_is_said(phase, monkeypatch):
     """Never by a bare MemoryError, whatever the phase."""
 

@@ -40,6 +40,7 @@ MAX_NUMBERS_BYTES = 2**16
 _NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
 """Types of numbers in metadata, by their number in files."""
 _BOOL, _STRING, _ARRAY = 7, 8, 9
+_LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
@@ -207,17 +208,18 @@ class _Cursor:
     def _list_strings(self, count: int) -> Iterator[str]:
         """Strings; a vocabulary has hundreds of thousands, so there is no call for each."""
         data, at = self.data, self.at
+        length = _LENGTH.unpack_from
         for _ in range(count):
             if at + 8 > len(data):
                 self.at = at
                 self.need(8)
             start = at + 8
-            size = int.from_bytes(data[at:start], "little")
+            (size,) = length(data, at)
             at = start + size
             if at > len(data):
                 self.at = start
                 self.need(size)
-            yield data[start:at].decode(errors="replace")
+            yield data[start:at].decode(errors="replace") if size else ""
         self.at = at
 
 

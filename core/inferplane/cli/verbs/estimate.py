@@ -30,7 +30,6 @@ from inferplane.cli.arguments import (
     binding_options,
 )
 from inferplane.cli.screen import MIB, Screen
-from inferplane.engine.runner.sizes.sizing import Traffic
 from inferplane.errors import InferplaneError, UsageError
 from inferplane.hub import DownloadProgress, fetch_headers, find, parse_name
 from inferplane.hub.names import HUGGING_FACE
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
 
     from inferplane.engine import ModelFiles
     from inferplane.engine.runner.estimate import Estimate
+    from inferplane.engine.runner.sizes.sizing import Traffic
     from inferplane.plugins import PluginHost
 
 MAX_DEVICES = 64
@@ -190,6 +190,8 @@ def _traffic(prompt_tokens: int | None, output_tokens: int | None) -> Traffic | 
     """
     if prompt_tokens is None and output_tokens is None:
         return None
+    from inferplane.engine.runner.sizes.sizing import Traffic
+
     if prompt_tokens is None or output_tokens is None:
         raise UsageError(
             "--prompt-tokens and --output-tokens belong together.", remedy="pass both averages, or neither"
