@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.house.rules import REPOSITORY
@@ -41,29 +42,31 @@ def test_fine_third(number):
 """
 
 
+HANGING = {
+    "test_in_python": "test_in_python",
+    "test_in_c_code_that_holds_the_lock": "test_in_c_code_that_holds_the_lock",
+    "test_in_teardown_after_a_failure": "waits_for_ever_at_the_end",
+}
+"""Tests that hang, and the function in which each does."""
+
+
+def run_pytest(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-c", "pyproject.toml", "-p", "conftest", "--color", "no"]
+    command += ["-o", "faulthandler_timeout=12", "-p", "no:cacheprovider", *options, str(path)]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200, check=False)
+
+
 def test_a_hanging_test_is_named_and_the_others_run(tmp_path: Path) -> None:
     path = tmp_path / "test_planted.py"
     path.write_text(PLANTED)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-n",
-        "3",
-        "--dist",
-        "worksteal",
-        "-c",
-        "pyproject.toml",
-        "-p",
-        "conftest",
-        "--color",
-        "no",
-    ]
-    command += ["-o", "faulthandler_timeout=12", "-p", "no:cacheprovider", str(path)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200, check=False)
+    # Each also alone: what three workers print as they end may mix, letter by letter.
+    options = [("-n", "3", "--dist", "worksteal"), *(("-p", "no:xdist", "-k", name) for name in HANGING)]
+    with ThreadPoolExecutor() as pool:
+        done, *alone = pool.map(lambda each: run_pytest(path, *each), options)
     said = done.stdout + done.stderr
     crashed = set(re.findall(r"worker 'gw\d+' crashed while running '\S*::(\w+)'", said))
-    assert crashed == {"test_in_python", "test_in_c_code_that_holds_the_lock", "test_in_teardown_after_a_failure"}, said
+    assert crashed == HANGING.keys(), said
     assert "21 passed" in said and done.returncode == 1, said
-    places = set(re.findall(r", line \d+ in (\w+)$", said, re.MULTILINE))
-    assert {"test_in_python", "test_in_c_code_that_holds_the_lock", "waits_for_ever_at_the_end"} <= places, said
+    for place, one in zip(HANGING.values(), alone, strict=True):
+        assert one.returncode == 1, one
+        assert re.search(rf", line \d+ in {place}$", one.stderr, re.MULTILINE), one
