@@ -135,8 +135,8 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             yield item
 
-    whole = module._Copy.tensors
-    monkeypatch.setattr(module._Copy, "tensors", tensors)
+    whole = module.QuantizedCopy.tensors
+    monkeypatch.setattr(module.QuantizedCopy, "tensors", tensors)
     with pytest.raises(UsageError, match="No space left on device"):
         quantize_checkpoint(origin_of("demo"), "weight_only_int4", tmp_path / "copy", "test")
     assert not list(tmp_path.iterdir())

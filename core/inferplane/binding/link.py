@@ -80,6 +80,29 @@ def view_of(bound: Callable[..., Any]) -> View:
     return view
 
 
+Around = Callable[[Op, Callable[..., Any]], Callable[..., Any]]
+"""From an op and its bound body to what is called in its place."""
+
+
+def bind_body(op: Op, value_of: Callable[[Weight], Any], around: Around | None = None) -> Callable[..., Any]:
+    """Bind an op and all ops below to their own bodies, without a plan.
+
+    Args:
+        op: the root.
+        value_of: a weight's value, as the bodies read it.
+        around: may put another function in the place of a bound body, to observe its calls.
+    """
+    view = _empty_view(op)
+    for path, value in op.items():
+        if isinstance(value, Weight):
+            value = value_of(value)
+        elif isinstance(value, Op):
+            value = bind_body(value, value_of, around)
+        _set_field(view, op, path, value)
+    bound: Callable[..., Any] = types.MethodType(type(op).__call__, view)
+    return bound if around is None else around(op, bound)
+
+
 def link(plan: Plan, packed: Packed) -> dict[StepKind, Callable[..., Any]]:
     """Bind the root op for each step kind.
 

@@ -74,6 +74,13 @@ class RegisterReplyForms(Protocol):
     def __call__(self, name: str, form: ReplyForm) -> None: ...
 
 
+class RegisterCalibration(Protocol):
+    """`register(name, target)`: a calibration method of `inferplane quantize --method`: a function that returns its
+    `inferplane.calibrate.Method`, or the dotted name of one."""
+
+    def __call__(self, name: str, target: str | Callable[..., Any]) -> None: ...
+
+
 @hookspec
 def inferplane_register_backends(register: RegisterBackend) -> None:
     """Register backends: kinds of hardware that users name with `device=`."""
@@ -100,6 +107,11 @@ def inferplane_register_reply_forms(register: RegisterReplyForms) -> None:
 
 
 @hookspec
+def inferplane_register_calibration(register: RegisterCalibration) -> None:
+    """Register calibration methods, by the names that users choose them by."""
+
+
+@hookspec
 def inferplane_on_event(event: Event) -> None:
     """Observe an event. Called on the thread of the event, so return fast. Never called while a token is computed."""
 
@@ -112,6 +124,7 @@ HOOKS: dict[str, tuple[str, ...]] = {
         inferplane_register_quantization,
         inferplane_register_models,
         inferplane_register_reply_forms,
+        inferplane_register_calibration,
         inferplane_on_event,
     )
 }

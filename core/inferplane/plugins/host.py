@@ -74,10 +74,12 @@ class PluginHost:
         in_tree = _register_in_tree()
         forms = [claim for r in (*registered, in_tree) for claim in r.reply_forms]
         reply_forms = settle(forms, choice, devices=False)
-        for outcome in (devices, models, quantization, reply_forms):
+        methods = [claim for r in (*registered, in_tree) for claim in r.calibration]
+        calibration = settle(methods, choice, devices=False)
+        for outcome in (devices, models, quantization, reply_forms, calibration):
             self._quarantined += outcome.losers
         claimed = {claim.name for r in registered for claim in (*r.devices, *r.models, *r.quantization)}
-        claimed |= {claim.name for claim in forms}
+        claimed |= {claim.name for claim in (*forms, *methods)}
         claimed |= {claim.name.partition(":")[0] for claim in claims}
         for name in sorted((choice.claims.keys() - claimed) | (choice.claims.keys() & devices.vacant.keys())):
             devices.vacant[name] = self._explain_unserved(name, choice.claims[name])
@@ -85,6 +87,7 @@ class PluginHost:
         self._models = {name: claim.target for name, claim in models.winners.items()}
         self._formats = quantization
         self._reply_forms = [claim.target for claim in forms if reply_forms.winners.get(claim.name) is claim]
+        self._calibration = {c.name: c.target for c in methods if calibration.winners.get(c.name) is c}
         self._extra_kernels: list[Claim] = [claim for r in registered for claim in r.kernels]
         self._notes = [f"{VARIABLE}: -{item} excludes nothing" for item in sorted(choice.excluded - used)]
         served = {*devices.winners, *devices.vacant}
@@ -194,6 +197,10 @@ class PluginHost:
         """Forms of thoughts and tool calls in the order in which they are tried: plugins' own, then those in-tree."""
         return tuple(self._reply_forms)
 
+    def calibration(self) -> dict[str, str | Callable[..., Any]]:
+        """Calibration methods by name: each a function that returns it, or the dotted name of one."""
+        return dict(self._calibration)
+
     def vacant_formats(self) -> dict[str, str]:
         """Quantization method that several plugins registered -> why none of them reads it, as a sentence."""
         return dict(self._formats.vacant)
@@ -264,10 +271,17 @@ class PluginHost:
         return f"{VARIABLE} gives it to {distribution}, which {state}"
 
 
+CALIBRATION = ("nearest", "clip", "gptq", "smoothquant", "pss", "awq")
+"""Calibration methods of core (`inferplane.calibrate.catalog`)."""
+
+
 def _register_in_tree() -> Registrations:
-    """Register the reply forms of core, checked as those of plugins are."""
-    registrations = Registrations(Origin(OURS, "(core)", "replies", "inferplane.dialogue.replies", in_tree=True))
+    """Register the reply forms and calibration methods of core, checked as those of plugins are."""
+    registrations = Registrations(Origin(OURS, "(core)", "core", "inferplane", in_tree=True))
     register_reply_forms(registrations.callback("inferplane_register_reply_forms"))
+    register = registrations.callback("inferplane_register_calibration")
+    for name in CALIBRATION:
+        register(name, f"inferplane.calibrate.catalog:make_{name}")
     registrations.close()
     return registrations
 

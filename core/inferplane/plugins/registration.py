@@ -36,6 +36,7 @@ class Registrations:
         self.quantization: list[Claim] = []
         self.models: list[Claim] = []
         self.reply_forms: list[Claim] = []
+        self.calibration: list[Claim] = []
         self._open = True
 
     def callback(self, hook: str) -> Callable[[str, Any], None]:
@@ -46,6 +47,7 @@ class Registrations:
             "inferplane_register_quantization": self._quantization,
             "inferplane_register_models": self._model,
             "inferplane_register_reply_forms": self._reply_form,
+            "inferplane_register_calibration": self._calibration,
         }
         return callbacks[hook]
 
@@ -89,6 +91,9 @@ class Registrations:
         if form.name != name:
             raise PluginError(f"reply form {name!r}: its name is {form.name!r}.", remedy="register it by its name")
         self._add(self.reply_forms, "reply form", name, form)
+
+    def _calibration(self, name: str, target: str | Callable[..., Any]) -> None:
+        self._add_named(self.calibration, "calibration method", name, target)
 
     def _add_named(self, into: list[Claim], what: str, name: str, target: Any) -> None:
         _check(name, _WORD, what, "letters, digits, '_', '.', '-'")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inferplane import plugins
+from inferplane.calibrate import load_methods
 from inferplane.dialogue.replies.catalog import FORMS, find_form
 from inferplane.errors import PluginError
 from inferplane.types import Kernel
@@ -198,3 +199,20 @@ def test_reply_forms_that_are_none_are_quarantined(wheels, call, words):
     host = wheels.discover()
     (record,) = host.list_quarantined()
     assert words in record.reason and len(host.reply_forms()) == len(FORMS)
+
+
+METHOD_HOOK = "from inferplane.calibrate import Method\n\n@hookimpl\ndef inferplane_register_calibration(register):\n"
+
+
+def test_calibration_methods_of_plugins_stand_beside_those_in_tree(wheels):
+    of_core = set(wheels.discover().calibration())
+    source = f"{HEAD}{METHOD_HOOK}    register('half', lambda: Method('round', None, 'in half'))\n"
+    wheels.install("acme", "1", {"half": "fake_half"}, fake_half=source)
+    same = f"{HEAD}{METHOD_HOOK}    register('gptq', 'fake_same:make')\n"
+    wheels.install("zeta", "1", {"same": "fake_same"}, fake_same=same)
+    host = wheels.discover()
+    assert set(host.calibration()) == {*of_core, "half"} and "gptq" in of_core
+    assert load_methods(host.calibration())["half"].about == "in half"
+    (record,) = host.list_quarantined()
+    assert "'gptq' is served by inferplane" in record.reason
+    assert wheels.discover("gptq@zeta").calibration()["gptq"] == "fake_same:make"

@@ -3,19 +3,33 @@
 Weights are rounded to nearest while they are read, one at a time. Those that are quantized already (FP8, GPTQ, AWQ,
 GGUF and others) are expanded in float32 first, or taken as they are where they have the format. The copy has the form
 of compressed-tensors, or DeepSeek's own where all is FP8 in blocks of 128 x 128. The folder appears when complete.
+
+With --data the model is calibrated on texts, layer by layer: each layer reads what the quantized layers before it
+return. --method says how, as names with commas: one that rounds weights (nearest, clip, gptq), and before it one that
+rescales channels without changing results (smoothquant, pss, awq), or one that a plugin brings. Unfinished work is
+beside the new folder, as FOLDER.calibration: the same command goes on with it.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from inferplane.cli.arguments import Parser, add_examples, add_json, add_model, add_option
 from inferplane.cli.screen import Screen
 from inferplane.errors import UsageError
 from inferplane.units import format_bytes
 
+if TYPE_CHECKING:
+    from inferplane.calibrate import CalibratedTensors, CalibrationSettings
+    from inferplane.engine import ModelFiles
+    from inferplane.models.writing.quantize import QuantizedCopy
+
 SCHEMA = 1
+WINDOWS, WINDOW_TOKENS = 128, 512
 
 
 def add_arguments(parser: Parser) -> None:
@@ -24,11 +38,20 @@ def add_arguments(parser: Parser) -> None:
     add_model(parser)
     add_option(parser, "quantization")
     parser.add_argument("--out", metavar="FOLDER", help="a new folder", required=True)
+    words = "texts to calibrate on: files of text or JSON lines, and folders of them"
+    parser.add_argument("--data", metavar="PATH", nargs="+", help=words)
+    words = "with --data: clip, gptq, smoothquant, pss, awq, or two as pss,gptq"
+    parser.add_argument("--method", metavar="NAMES", help=words)
+    words = f"most windows of text (default {WINDOWS})"
+    parser.add_argument("--windows", metavar="N", type=int, default=WINDOWS, help=words)
+    words = f"tokens of a window (default {WINDOW_TOKENS})"
+    parser.add_argument("--window-tokens", metavar="N", type=int, default=WINDOW_TOKENS, help=words)
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of which windows are drawn, and of methods")
     add_json(parser)
     add_examples(
         parser,
         "--quantization weight_only_int4 --out demo-int4",
-        "org/model --quantization a8w8 --out model-a8w8",
+        "org/model --quantization a8w8 --data texts --out m",
     )
 
 
@@ -41,17 +64,24 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
 
     if args.quantization is None:
         raise UsageError("quantize lacks --quantization.", remedy="name a scheme, such as weight_only_int4")
+    if args.method is not None and args.data is None:
+        raise UsageError("--method needs texts to calibrate on.", remedy="pass --data with files or folders of text")
     folder = Path(args.out).expanduser()
     files = ModelFiles(args.model)
+    settings = None if args.data is None else _read_settings(args, files)
     with screen.loading(f"quantizing {files.name}") as loading:
         source = files.source()
         origin = ModelToQuantize(
             files.name, files.config_of_tensors(), source, files.folder, files.weight_files(), host().models()
         )
+        calibration = None if settings is None else _Calibration(settings, folder, loading.phase)
         try:
-            found = quantize_checkpoint(origin, args.quantization, folder, __version__, loading.bar)
+            run = None if calibration is None else calibration.run
+            found = quantize_checkpoint(origin, args.quantization, folder, __version__, loading.bar, run)
         finally:
             source.close()
+        if calibration is not None:
+            shutil.rmtree(calibration.folder, ignore_errors=True)
     if args.json:
         weights = dict(sorted(found.weights.items()))
         screen.facts({"schema": SCHEMA, "folder": str(folder), "tensor_bytes": found.nbytes, "weights": weights})
@@ -60,3 +90,46 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     screen.note(f"{listed}; {format_bytes(found.nbytes)} in all")
     screen.stream(f"{folder}\n")
     return 0
+
+
+def _read_settings(args: argparse.Namespace, files: ModelFiles) -> CalibrationSettings:
+    """Methods and windows of texts.
+
+    Raises:
+        UsageError: an option has no such value, or the texts are too short.
+    """
+    from inferplane.calibrate import CalibrationSettings, load_methods, make_recipe, read_texts, slice_windows
+    from inferplane.engine.request.arguments import as_integer
+    from inferplane.engine.request.text import Tokenizer
+    from inferplane.plugins import host
+
+    names = [name.strip() for name in (args.method or "gptq").split(",")]
+    recipe = make_recipe(names, load_methods(host().calibration()))
+    count, tokens = as_integer("windows", args.windows, 1), as_integer("window_tokens", args.window_tokens, 16)
+    texts = read_texts(args.data)
+    windows = slice_windows(texts, Tokenizer(files.folder).encode, count, tokens, args.seed)
+    return CalibrationSettings(recipe, windows, [Path(text.name).name for text in texts], args.seed)
+
+
+class _Calibration:
+    """A calibration whose unfinished work is beside the new folder.
+
+    Args:
+        settings: methods and windows.
+        out: the new folder.
+        say: shows what is done.
+    """
+
+    def __init__(self, settings: CalibrationSettings, out: Path, say: Callable[[str], None]) -> None:
+        self.settings, self.say = settings, say
+        self.folder = out.with_name(out.name + ".calibration")
+
+    def run(self, copy: QuantizedCopy) -> CalibratedTensors:
+        """Calibrate a copy."""
+        from inferplane.calibrate import calibrate
+        from inferplane.plugins import host
+
+        def progress(done: int, total: int) -> None:
+            self.say(f"calibrating: {done} of {total} layers")
+
+        return calibrate(copy, self.settings, self.folder, host().models(), progress)

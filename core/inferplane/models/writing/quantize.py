@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
 import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,10 +20,11 @@ from inferplane.binding.load import check
 from inferplane.errors import CapacityError, CheckpointError, InferplaneError, UnsupportedModelError, UsageError
 from inferplane.models.build import Build
 from inferplane.models.reading.config import Config
-from inferplane.models.reading.names import CONVOLUTION
 from inferplane.models.reading.normalize import SPELLINGS, TEXT_PART_OF
 from inferplane.models.registry import build
 from inferplane.models.writing.compressed_form import FORMS, WEIGHT, describe, find_storable, plan_tensors, split
+from inferplane.models.writing.model_card import UNCALIBRATED, CardFacts, write_card
+from inferplane.models.writing.planned_source import PlannedSource, find_published_shape
 from inferplane.models.writing.safetensors_writer import PlannedTensor, SafetensorsWriter, count_bytes
 from inferplane.quant import QuantFormats, quantize_on_load, read_quant_config, requantize_on_load
 from inferplane.quant.requantize import requantize
@@ -40,26 +39,6 @@ CARRIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*", "N
 REPLACED = ("config.json", "params.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json")
 """Files that say how the source was quantized, or what its config is."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
-CARD = """---
-base_model: {source}
-library_name: inferplane
-tags:
-- {scheme}
----
-
-# {name}, {scheme}
-
-{source} quantized by Inferplane {version} with `--quantization {scheme}`: rounding to nearest, without calibration.
-
-| format | weights | parameters | bytes |
-|---|---|---|---|
-{rows}
-
-{notes}SHA-256 of the files that it was made from:
-
-{hashes}
-"""
-_ALPHABET = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
 @dataclass(frozen=True)
@@ -92,13 +71,32 @@ class ModelToQuantize:
     plugins: Mapping[str, Any] | None = None
 
 
+class Calibrated(Protocol):
+    """What a calibration found: values of tensors, and what the model card says of it."""
+
+    how: str
+    paragraphs: Sequence[str]
+
+    def quantized(self, name: str) -> QTensor | None:
+        """A weight; None: it was not calibrated."""
+
+    def plain(self, name: str) -> torch.Tensor | None:
+        """A tensor that is not quantized; None: it did not change."""
+
+
 def quantize_checkpoint(
-    origin: ModelToQuantize, scheme: str, folder: Path, version: str, progress: Progress | None = None
+    origin: ModelToQuantize,
+    scheme: str,
+    folder: Path,
+    version: str,
+    progress: Progress | None = None,
+    calibrate: Callable[[QuantizedCopy], Calibrated] | None = None,
 ) -> QuantizedFolder:
     """Write a quantized copy of a model to a new folder; after a failure there is none.
 
     Weights are rounded to nearest, some rows at a time; one weight is in memory at a time. Those that are quantized
-    already are expanded in float32 first, or taken as they are where they have the scheme's format.
+    already are expanded in float32 first, or taken as they are where they have the scheme's format. With `calibrate`,
+    weights that it found are written in their place.
 
     Args:
         origin: the model.
@@ -106,6 +104,7 @@ def quantize_checkpoint(
         folder: must not exist.
         version: of Inferplane, for the model card.
         progress: called with the number of tensors written, and of all.
+        calibrate: called once it is known that the copy can be written.
 
     Raises:
         UsageError: the folder exists or cannot be written; the scheme is unknown, cannot be stored, or changes nothing.
@@ -121,7 +120,7 @@ def quantize_checkpoint(
             there_is=f"{other!r}, which has the same weights",
             remedy=f"quantize with {other}, and load with kv_cache_dtype={dtype!r}",
         )
-    copy = _Copy(origin, scheme)
+    copy = QuantizedCopy(origin, scheme)
     copy.check()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -131,6 +130,8 @@ def quantize_checkpoint(
                 f"{folder} takes {format_bytes(copy.max_bytes)}, and the disk has {format_bytes(free)} free.",
                 remedy="free space, or choose a folder on another disk",
             )
+        if calibrate is not None:
+            copy.calibrated = calibrate(copy)
         with tempfile.TemporaryDirectory(prefix=f"{folder.name}.partial-", dir=folder.parent) as parent:
             made = Path(parent) / folder.name
             made.mkdir()
@@ -147,8 +148,17 @@ def quantize_checkpoint(
     return QuantizedFolder(folder, writer.nbytes, Counter(copy.formats.values()))
 
 
-class _Copy:
-    """What a quantized copy holds, known before a tensor is read."""
+class QuantizedCopy:
+    """What a quantized copy holds, known before a tensor is read.
+
+    Args:
+        origin: the model.
+        scheme: a quantization scheme.
+
+    Attributes: `stored`, the formats of the model as it is, and `source`, its tensors as their readers need them;
+    `formats`, those of the copy's quantized weights; `quants`, format -> quantization of activations; `calibrated`,
+    what is written in place of weights rounded to nearest, or None.
+    """
 
     def __init__(self, origin: ModelToQuantize, scheme: str) -> None:
         self.origin, self.scheme = origin, scheme
@@ -159,25 +169,26 @@ class _Copy:
                 there_is="copies of language models alone",
                 remedy=f"load it with quantization={scheme!r}, which quantizes while it reads",
             )
-        self._stored = read_quant_config(config.get("quantization_config"), names)
+        self.stored = read_quant_config(config.get("quantization_config"), names)
         requested = quantize_on_load(scheme, config)
-        self._found: QuantFormats = requantize_on_load(requested, self._stored)
-        self._source = self._stored.view(origin.source)
+        self._found: QuantFormats = requantize_on_load(requested, self.stored)
+        self.source = self.stored.view(origin.source)
+        self.calibrated: Calibrated | None = None
         self.formats: dict[str, str] = {}
         self.fallbacks: Counter[tuple[str, str]] = Counter()
         for name in self.names:
             self._choose(name)
-        if all(self._stored.format_of(name) == format for name, format in self.formats.items()):
+        if all(self.stored.format_of(name) == format for name, format in self.formats.items()):
             what = "has these formats already" if self.formats else "has no weights that it quantizes"
             raise UsageError(f"quantization = {scheme!r} changes nothing: {origin.name} {what}.")
         self._deepseek_form = set(self.formats.values()) == {"fp8_block"}
-        self._quants = self._found.activation_quants
+        self.quants = self._found.activation_quants
 
     @cached_property
     def names(self) -> list[str]:
         """Tensors that the copy has: without scales, and without parts of projections that are stored as one."""
-        every = set(self._source.names())
-        modules = {name.removesuffix(WEIGHT) for name in every if self._stored.format_of(name) != PLAIN}
+        every = set(self.source.names())
+        modules = {name.removesuffix(WEIGHT) for name in every if self.stored.format_of(name) != PLAIN}
         spelling = SPELLINGS.get(self.origin.config.architecture)
         return [
             name
@@ -188,7 +199,7 @@ class _Copy:
 
     def _choose(self, name: str) -> None:
         """Set the format of a weight, if it has one that can be stored."""
-        shape = self._source.shape(name) or ()
+        shape = self.source.shape(name) or ()
         format = self._found.format_of(name)
         if format not in FORMS or len(shape) != 2:
             return
@@ -207,20 +218,20 @@ class _Copy:
         return DTYPES.get(str(stated), torch.bfloat16)
 
     def _dtype_of(self, name: str) -> torch.dtype:
-        stored = self._source.dtype(name)
-        return self.dtype if self._stored.format_of(name) != PLAIN or stored is None else stored
+        stored = self.source.dtype(name)
+        return self.dtype if self.stored.format_of(name) != PLAIN or stored is None else stored
 
     @cached_property
     def planned(self) -> list[PlannedTensor]:
         """All tensors of the copy, in the order in which `tensors` gives them."""
         found: list[PlannedTensor] = []
         for name in self.names:
-            shape = self._source.shape(name) or ()
+            shape = self.source.shape(name) or ()
             if name in self.formats:
                 found += plan_tensors(name, self.formats[name], (shape[0], shape[1]), deepseek=self._deepseek_form)
             else:
                 nbytes = count_bytes(shape, self._dtype_of(name))
-                found.append(PlannedTensor(name, _find_published_shape(name, shape), nbytes))
+                found.append(PlannedTensor(name, find_published_shape(name, shape), nbytes))
         return found
 
     @property
@@ -240,25 +251,38 @@ class _Copy:
 
     def _read(self, name: str) -> QTensor:
         """A weight in its format."""
+        if self.calibrated is not None and (found := self._find_calibrated(name)) is not None:
+            return found
         format, requested = self.formats[name], self._found.format_of(name)
         reader = self._found.readers[requested]
         if format == requested:
-            q = reader(self._source, name, Shard())
+            q = reader(self.source, name, Shard())
             return q if q.zero is None and q.minimum is None else requantize(q, format)
-        stored = self._stored.format_of(name)
+        stored = self.stored.format_of(name)
         if stored != PLAIN:
-            return requantize(self._stored.readers[stored](self._source, name, Shard()), format)
+            return requantize(self.stored.readers[stored](self.source, name, Shard()), format)
         wide = self._read_plain(name)
         return requantize(QTensor(wide, torch.ones(len(wide), 1), block=(1, wide.shape[1])), format)
 
+    def _find_calibrated(self, name: str) -> QTensor | None:
+        """A calibrated weight, also one whose parts were calibrated apart and are stored as one."""
+        assert self.calibrated is not None
+        if (found := self.calibrated.quantized(name)) is not None:
+            return found
+        parts = [self.calibrated.quantized(part) for part in list_parts(name)]
+        known = [part for part in parts if part is not None]
+        return QTensor.cat(known) if known and len(known) == len(parts) else None
+
     def _read_plain(self, name: str) -> torch.Tensor:
         """A tensor's values."""
-        shape, stored = self._source.shape(name) or (), self._stored.format_of(name)
+        if self.calibrated is not None and (found := self.calibrated.plain(name)) is not None:
+            return found.to(self._dtype_of(name)).reshape(find_published_shape(name, self.source.shape(name) or ()))
+        shape, stored = self.source.shape(name) or (), self.stored.format_of(name)
         if stored != PLAIN:
-            return self._stored.readers[stored](self._source, name, Shard()).dequantize(self.dtype)
+            return self.stored.readers[stored](self.source, name, Shard()).dequantize(self.dtype)
         out = torch.empty(shape, dtype=self._dtype_of(name))
-        self._source.read_into(name, out, Shard())
-        return out.reshape(_find_published_shape(name, shape))
+        self.source.read_into(name, out, Shard())
+        return out.reshape(find_published_shape(name, shape))
 
     # -- what lies beside them
 
@@ -274,11 +298,11 @@ class _Copy:
         plain = [
             name.removesuffix(WEIGHT)
             for name in self.names
-            if name.endswith(WEIGHT) and name not in self.formats and len(self._source.shape(name) or ()) == 2
+            if name.endswith(WEIGHT) and name not in self.formats and len(self.source.shape(name) or ()) == 2
         ]
         plain = [module for module in plain if not module.endswith("embed_tokens")]
         modules = {name.removesuffix(WEIGHT): format for name, format in self.formats.items()}
-        stated = describe(modules, self._quants, deepseek=self._deepseek_form, plain=plain)
+        stated = describe(modules, self.quants, deepseek=self._deepseek_form, plain=plain)
         return {**entries, "quantization_config": stated}
 
     def check(self) -> None:
@@ -287,7 +311,7 @@ class _Copy:
         Raises:
             UnsupportedModelError: it cannot, with the reason.
         """
-        source = _PlannedSource(self.planned, {name: self._source.shape(name) or () for name in self.formats})
+        source = PlannedSource(self.planned, {name: self.source.shape(name) or () for name in self.formats})
         try:
             config = Config(self.config, self.origin.name)
             found = read_quant_config(config["quantization_config"], set(source.names()))
@@ -314,68 +338,21 @@ class _Copy:
                 shutil.copyfile(path, target)
 
     def describe(self, name: str, version: str) -> str:
-        """The model card."""
-        counts: Counter[str] = Counter(self.formats.values())
-        parameters: Counter[str] = Counter()
-        nbytes: Counter[str] = Counter()
-        for weight, format in self.formats.items():
-            shape = self._source.shape(weight) or ()
-            parameters[format] += math.prod(shape)
-            of_weight = plan_tensors(weight, format, (shape[0], shape[1]), deepseek=self._deepseek_form)
-            nbytes[format] += sum(planned.max_bytes for planned in of_weight)
-        rows = [f"| {f} | {n:,} | {parameters[f]:,} | at most {nbytes[f]:,} |" for f, n in sorted(counts.items())]
-        notes = [
-            f"{count} weights are in {new}, because their columns are not whole groups of {old}.\n\n"
-            for (old, new), count in sorted(self.fallbacks.items())
-        ]
-        if any(FORMS[f] == "pack-quantized" and f in self._quants for f in counts):
-            notes.append(
-                f"Activations before weights of 4 bits are quantized with `quantization={self.scheme!r}` at load; "
-                "compressed-tensors cannot state it.\n\n"
-            )
-        hashes = [f"- {path.name}: `{_hash(path)}`" for path in self.origin.files]
-        return CARD.format(
-            source=self.origin.name,
-            name=_ALPHABET.sub("-", name),
-            scheme=self.scheme,
-            version=version,
-            rows="\n".join(rows),
-            notes="".join(notes),
-            hashes="\n".join(hashes) or "- none",
+        """The model card, for a folder of this name."""
+        calibrated = self.calibrated
+        facts = CardFacts(
+            self.origin.name,
+            self.scheme,
+            {weight: self.source.shape(weight) or () for weight in self.formats},
+            self.formats,
+            self.fallbacks,
+            self.origin.files,
+            self._deepseek_form,
+            any(FORMS[f] == "pack-quantized" and f in self.quants for f in set(self.formats.values())),
+            UNCALIBRATED if calibrated is None else calibrated.how,
+            () if calibrated is None else calibrated.paragraphs,
         )
-
-
-class _PlannedSource:
-    """Names and shapes of tensors that are not written yet.
-
-    Args:
-        planned: the tensors.
-        weights: shapes of the quantized weights.
-    """
-
-    def __init__(self, planned: Iterable[PlannedTensor], weights: Mapping[str, tuple[int, ...]]) -> None:
-        self._shapes, self._weights = {tensor.name: tensor.shape for tensor in planned}, weights
-
-    def names(self) -> Iterable[str]:
-        """See `TensorSource.names`."""
-        return self._shapes.keys()
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """See `TensorSource.shape`."""
-        found = self._shapes.get(name)
-        return found[::2] if found is not None and CONVOLUTION.fullmatch(name) and len(found) == 3 else found
-
-    def dtype(self, name: str) -> torch.dtype | None:
-        """See `TensorSource.dtype`; packed integers are known by their names, and no others are known."""
-        return torch.int32 if name.endswith("weight_packed") else None
-
-    def read_into(self, name: str, out: torch.Tensor, shard: Shard) -> None:
-        """Only the shapes of packed weights are known."""
-        out.copy_(torch.tensor(self._weights[name.removesuffix("_shape")]))
-
-
-def _find_published_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (shape[0], 1, shape[1]) if CONVOLUTION.fullmatch(name) and len(shape) == 2 else shape
+        return write_card(facts, name, version)
 
 
 def _is_part(name: str, every: Collection[str]) -> bool:
@@ -385,10 +362,9 @@ def _is_part(name: str, every: Collection[str]) -> bool:
     return whole != name and whole in every
 
 
-def _hash(path: Path) -> str:
-    """The SHA-256 of a file."""
-    found = hashlib.sha256()
-    with open(path, "rb") as file:
-        while part := file.read(2**22):
-            found.update(part)
-    return found.hexdigest()
+def list_parts(name: str) -> list[str]:
+    """Names of the projections that are stored as one under this name; none if it is another."""
+    for whole, parts in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
+        if name.endswith(f".{whole}{WEIGHT}"):
+            return [name.replace(f".{whole}{WEIGHT}", f".{part}{WEIGHT}") for part in parts]
+    return []

@@ -1,0 +1,22 @@
+"""Post-training quantization with texts: methods that choose scales and round weights, layer by layer."""
+
+from inferplane.calibrate.catalog import load_methods
+from inferplane.calibrate.observe import Inputs
+from inferplane.calibrate.recipe import Channels, Method, Recipe, WeightToRound, make_recipe
+from inferplane.calibrate.run import CalibratedTensors, CalibrationSettings, calibrate
+from inferplane.calibrate.texts import read_texts, slice_windows
+
+__all__ = [
+    "CalibratedTensors",
+    "CalibrationSettings",
+    "Channels",
+    "Inputs",
+    "Method",
+    "Recipe",
+    "WeightToRound",
+    "calibrate",
+    "load_methods",
+    "make_recipe",
+    "read_texts",
+    "slice_windows",
+]

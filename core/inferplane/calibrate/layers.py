@@ -1,0 +1,98 @@
+"""A model that runs layer by layer in float32 on the host, by the bodies of its ops: one layer's weights at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from inferplane.binding import FormatReader, TensorSource
+from inferplane.binding.link import Around, bind_body
+from inferplane.binding.load import assemble
+from inferplane.ops import CausalLM, Op
+from inferplane.ops.oracle import OracleKV
+from inferplane.types import HOST, Batch, HybridCache, LayerCache, QTensor, StateCache, StateSlots, Weight
+from inferplane.types.batch import Query, make_batch
+
+BLOCK_TOKENS = 64
+STATES = StateSlots(1, 2)
+"""The slots of the one sequence of a step; slot 0 is that of padding."""
+
+
+class Hidden(NamedTuple):
+    """What a layer reads and returns: x and residual, whose sum is the hidden state, `[T, D]` each; no residual before
+    the first layer."""
+
+    x: torch.Tensor
+    residual: torch.Tensor | None
+
+    def total(self) -> torch.Tensor:
+        """The hidden state, `[T, D]`."""
+        return self.x if self.residual is None else self.x + self.residual
+
+
+@dataclass(frozen=True)
+class LayeredModel:
+    """A model whose layers are loaded and run one after the other.
+
+    Args:
+        model: its tree of ops.
+        source: its tensors, as its readers need them.
+        readers: a reader per quantized format.
+    """
+
+    model: CausalLM
+    source: TensorSource
+    readers: Mapping[str, FormatReader]
+
+    def load(self, op: Op) -> dict[int, torch.Tensor]:
+        """The values of an op's weights in float32, by the weights' ids. Integers stay as they are.
+
+        Raises:
+            CheckpointError: a tensor cannot be read.
+        """
+        found: dict[int, torch.Tensor] = {}
+        for _, weight in op.weights():
+            if id(weight) in found:
+                continue
+            value = assemble(weight, self.source, torch.float32, self.readers)
+            if isinstance(value, QTensor):
+                value = value.dequantize()
+            found[id(weight)] = value.float() if value.is_floating_point() else value
+        return found
+
+    def embed(self, windows: Sequence[Sequence[int]]) -> list[Hidden]:
+        """What the first layer reads of each window of token ids."""
+        embed = bind(self.model.embed, self.load(self.model.embed))
+        return [Hidden(embed(torch.tensor(ids)), None) for ids in windows]
+
+
+def bind(op: Op, values: Mapping[int, torch.Tensor], around: Around | None = None) -> Callable[..., Any]:
+    """Bind an op to its body, with the values of its weights (`LayeredModel.load`)."""
+
+    def value_of(weight: Weight) -> torch.Tensor:
+        return values[id(weight)]
+
+    return bind_body(op, value_of, around)
+
+
+def make_step(ids: Sequence[int]) -> Batch:
+    """The step of one window, as a prompt."""
+    blocks = range(-(-len(ids) // BLOCK_TOKENS))
+    return make_batch([Query(ids, 0, list(blocks), state=STATES)], block_tokens=BLOCK_TOKENS, device=HOST)
+
+
+def make_cache(layer: Op, tokens: int) -> LayerCache:
+    """What a layer is called with beside the step: caches in float32 for a sequence of so many tokens."""
+    request, states = next(iter(layer.kv_requests()), None), next(iter(layer.state_requests()), None)
+    slots = -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+    kv = None if request is None else OracleKV(request, BLOCK_TOKENS, slots)
+    stored = None if states is None else StateCache(states, max(STATES) + 1, torch.float32, HOST)
+    return HybridCache(kv, stored) if kv is not None and stored is not None else kv or stored
+
+
+def run_layer(layer: Op, bound: Callable[..., Any], hidden: Hidden, ids: Sequence[int]) -> Hidden:
+    """Run a bound layer over one window."""
+    return Hidden(*bound(hidden.x, hidden.residual, make_step(ids), make_cache(layer, len(ids))))

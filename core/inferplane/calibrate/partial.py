@@ -1,0 +1,193 @@
+"""What a calibration that is under way has done so far, in a folder beside the result: it can go on after a kill.
+
+Each layer's tensors are one safetensors file, the hidden states before the next layer another. A file appears under its
+name when complete, so that what is there is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from inferplane.calibrate.calibrator import LayerResult
+from inferplane.calibrate.layers import Hidden
+from inferplane.errors import CheckpointError
+from inferplane.types import QTensor
+
+SETTINGS = "settings.json"
+HIDDEN = "hidden"
+DATA, SCALE = "data", "scale"
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What is said of a calibrated layer.
+
+    Args:
+        error: see `LayerResult`.
+        folded: places where channels were rescaled. unfolded: places that were left as they were.
+    """
+
+    error: float
+    folded: int
+    unfolded: int
+
+
+class PartialCalibration:
+    """The folder of a calibration: `begin` makes or continues one.
+
+    Args:
+        folder: holds it.
+
+    Attributes: `done`, the number of calibrated layers.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[str, Path] = {}
+        self.done = 0
+        while self._layer_path(self.done).is_file():
+            self._index(self._layer_path(self.done))
+            self.done += 1
+        if self.done and not self._states_path(self.done - 1).is_file():
+            self.done -= 1  # killed between the two files: the layer is calibrated again
+
+    @classmethod
+    def begin(cls, folder: Path, settings: Mapping[str, Any]) -> PartialCalibration:
+        """Make the folder, or go on with what it holds.
+
+        Args:
+            folder: made if need be.
+            settings: everything that the result depends on.
+
+        Raises:
+            CheckpointError: the folder holds something else, or another calibration.
+        """
+        requested = json.loads(json.dumps(settings))
+        path = folder / SETTINGS
+        if folder.exists() and not path.is_file() and any(folder.iterdir()):
+            raise CheckpointError(f"{folder} holds something else than a calibration.", remedy="move it away")
+        if not path.is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            _write_text(path, json.dumps(requested))
+        elif json.loads(path.read_text(encoding="utf-8")) != requested:
+            raise CheckpointError(
+                f"{folder} holds a calibration that began with other settings.",
+                remedy="run the same command to finish it, or remove the folder",
+            )
+        return cls(folder)
+
+    def _layer_path(self, number: int) -> Path:
+        return self.folder / f"layer-{number:04}.safetensors"
+
+    def _states_path(self, number: int) -> Path:
+        return self.folder / f"{HIDDEN}-{number:04}.safetensors"
+
+    def add(self, result: LayerResult, hidden: Sequence[Hidden]) -> None:
+        """Write the next layer's tensors, and what the layer after it reads."""
+        tensors: dict[str, torch.Tensor] = {}
+        forms = {}
+        for name, q in result.quantized.items():
+            tensors[f"{name}|{DATA}"], tensors[f"{name}|{SCALE}"] = q.data.contiguous(), q.scale.contiguous()
+            forms[name] = [q.block, q.bits]
+        tensors.update({name: value.contiguous() for name, value in result.plain.items()})
+        report = LayerReport(result.error, *result.folded)
+        path = self._layer_path(self.done)
+        _save(path, tensors, {"forms": json.dumps(forms), "report": json.dumps(asdict(report))})
+        states = {}
+        for number, (x, residual) in enumerate(hidden):
+            states[f"x.{number}"] = x.contiguous()
+            if residual is not None:
+                states[f"residual.{number}"] = residual.contiguous()
+        _save(self._states_path(self.done), states, {})
+        if self.done:
+            self._states_path(self.done - 1).unlink(missing_ok=True)
+        self._index(path)
+        self.done += 1
+
+    def read_hidden(self) -> list[Hidden]:
+        """What the next layer reads of each window."""
+        with _open(self._states_path(self.done - 1)) as file:
+            names = set(file.keys())
+            count = sum(name.startswith("x.") for name in names)
+            return [
+                Hidden(
+                    file.get_tensor(f"x.{i}"),
+                    file.get_tensor(f"residual.{i}") if f"residual.{i}" in names else None,
+                )
+                for i in range(count)
+            ]
+
+    def _index(self, path: Path) -> None:
+        with _open(path) as file:
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                self._files[name.removesuffix(f"|{SCALE}").removesuffix(f"|{DATA}")] = path
+
+    def quantized(self, name: str) -> QTensor | None:
+        """A calibrated weight; None if there is none of this name."""
+        path = self._files.get(name)
+        if path is None:
+            return None
+        with _open(path) as file:
+            form = json.loads(file.metadata()["forms"]).get(name)
+            if form is None:
+                return None
+            block, bits = form
+            data, scale = file.get_tensor(f"{name}|{DATA}"), file.get_tensor(f"{name}|{SCALE}")
+            return QTensor(data, scale, block=(block[0], block[1]), bits=bits)
+
+    def plain(self, name: str) -> torch.Tensor | None:
+        """The new values of a tensor that is not quantized; None if they did not change."""
+        path = self._files.get(name)
+        if path is None:
+            return None
+        with _open(path) as file:
+            is_quantized = name in json.loads(file.metadata()["forms"])
+            value: torch.Tensor | None = None if is_quantized else file.get_tensor(name)
+            return value
+
+    def reports(self) -> list[LayerReport]:
+        """What is said of each layer."""
+        found = []
+        for number in range(self.done):
+            with _open(self._layer_path(number)) as file:
+                found.append(LayerReport(**json.loads(file.metadata()["report"])))
+        return found
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: {error}.", remedy="remove its folder, and calibrate again"
+        ) from error
+
+
+def _save(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a file that appears when it is complete."""
+    made = path.with_suffix(".partial")
+    try:
+        save_file(dict(tensors), made, metadata={**metadata})
+        os.replace(made, path)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    finally:
+        made.unlink(missing_ok=True)
+
+
+def _write_text(path: Path, text: str) -> None:
+    made = path.with_suffix(".partial")
+    made.write_text(text, encoding="utf-8")
+    os.replace(made, path)

@@ -1,0 +1,112 @@
+"""What is done to a layer before its weights are rounded, and how they are rounded: the methods, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from inferplane.calibrate.observe import Inputs
+from inferplane.errors import UsageError
+from inferplane.types import ActivationQuant, QTensor
+
+
+@dataclass(frozen=True)
+class Channels:
+    """Channels that a scale is chosen for: they are divided by it, and the weight's columns multiplied.
+
+    Args:
+        weight: the quantized products that read them, one below the other, `[N, K]` float32.
+        inputs: what they are multiplied by.
+        format: of the weight.
+        quant: of the activations; None: they are not quantized.
+        seed: of anything random.
+    """
+
+    weight: torch.Tensor
+    inputs: Inputs
+    format: str
+    quant: ActivationQuant | None
+    seed: int
+
+
+@dataclass(frozen=True)
+class WeightToRound:
+    """A weight that is to be rounded.
+
+    Args:
+        weight: `[N, K]` float32.
+        inputs: what it is multiplied by.
+        format: the format.
+        quant: of the activations; None: they are not quantized.
+    """
+
+    weight: torch.Tensor
+    inputs: Inputs
+    format: str
+    quant: ActivationQuant | None
+
+
+Scale = Callable[[Channels], torch.Tensor]
+"""Gives the scale of channels, `[K]`, positive."""
+Round = Callable[[WeightToRound], QTensor]
+"""Rounds a weight to its format."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A calibration method.
+
+    Args:
+        kind: "scale" chooses scales of channels, "round" rounds weights.
+        run: does it.
+        about: what it is, in a line.
+        needs_hessian: whether it reads `Inputs.hessian`.
+    """
+
+    kind: Literal["scale", "round"]
+    run: Scale | Round
+    about: str
+    needs_hessian: bool = False
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Methods by the kind of what they do.
+
+    Args:
+        names: as they were given.
+        scale: chooses scales of channels; None: channels stay as they are.
+        round: rounds weights.
+    """
+
+    names: tuple[str, ...]
+    scale: Method | None
+    round: Method
+
+    @property
+    def needs_hessian(self) -> bool:
+        """Whether a method reads `Inputs.hessian`."""
+        return self.round.needs_hessian or (self.scale is not None and self.scale.needs_hessian)
+
+
+def make_recipe(names: Sequence[str], methods: Mapping[str, Method]) -> Recipe:
+    """The methods of these names: one that rounds, `nearest` if none is given, and at most one before it.
+
+    Raises:
+        UsageError: a name is unknown, or two methods do the same.
+    """
+    chosen: dict[str, str] = {}
+    for name in names:
+        if name not in methods:
+            listed = ", ".join(methods)
+            raise UsageError(f"--method {name!r}.", there_is=listed, remedy="chain them with commas: smoothquant,gptq")
+        kind = methods[name].kind
+        if kind in chosen:
+            what = "round weights" if kind == "round" else "choose scales of channels"
+            raise UsageError(f"--method: {chosen[kind]} and {name} both {what}.", remedy="name one of them")
+        chosen[kind] = name
+    rounding = methods[chosen.get("round", "nearest")]
+    return Recipe(tuple(names), methods[chosen["scale"]] if "scale" in chosen else None, rounding)

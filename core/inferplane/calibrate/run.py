@@ -1,0 +1,152 @@
+"""`calibrate`: what `inferplane quantize --data` does for a copy that is to be written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inferplane.calibrate.calibrator import Calibrator
+from inferplane.calibrate.layers import LayeredModel
+from inferplane.calibrate.partial import PartialCalibration
+from inferplane.calibrate.recipe import Recipe
+from inferplane.calibrate.texts import MIN_WINDOW, hash_windows
+from inferplane.errors import UnsupportedModelError, UsageError
+from inferplane.models.build import Build
+from inferplane.models.registry import build
+from inferplane.models.writing.quantize import QuantizedCopy
+from inferplane.quant import READERS
+from inferplane.types import PLAIN, QTensor
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class CalibrationSettings:
+    """How a model is calibrated.
+
+    Args:
+        recipe: the methods.
+        windows: token ids.
+        data: names of the texts' files, for the model card.
+        seed: of anything random.
+    """
+
+    recipe: Recipe
+    windows: Sequence[Sequence[int]]
+    data: Sequence[str] = ()
+    seed: int = 0
+
+
+class CalibratedTensors:
+    """What a calibration found, for the copy that is written.
+
+    Args:
+        partial: the folder that holds it.
+        settings: how it was made.
+    """
+
+    def __init__(self, partial: PartialCalibration, settings: CalibrationSettings) -> None:
+        self._partial = partial
+        windows, names = settings.windows, ", ".join(settings.recipe.names) or "nearest"
+        tokens = sum(map(len, windows))
+        self.how = f"calibrated ({names}) on {len(windows)} windows, {tokens:,} tokens, with seed {settings.seed}."
+        reports = partial.reports()
+        losses = ", ".join(f"{report.error:.2e}" for report in reports)
+        folded = sum(report.folded for report in reports)
+        self.paragraphs: Sequence[str] = [
+            f"SHA-256 of the windows' token ids: `{hash_windows(windows)}`. Texts: {', '.join(settings.data) or '-'}.",
+            f"What quantizing each layer added, as squares of the error over squares of its result: {losses}.",
+            *([f"Channels were rescaled in {folded} places, without changing float32 results."] if folded else []),
+        ]
+
+    def quantized(self, name: str) -> QTensor | None:
+        """See `Calibrated.quantized`."""
+        return self._partial.quantized(name)
+
+    def plain(self, name: str) -> torch.Tensor | None:
+        """See `Calibrated.plain`."""
+        return self._partial.plain(name)
+
+
+def calibrate(
+    copy: QuantizedCopy,
+    settings: CalibrationSettings,
+    folder: Path,
+    plugins: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> CalibratedTensors:
+    """Calibrate a copy's weights layer by layer, or go on where an earlier call with the same settings was ended.
+
+    Args:
+        copy: what is to be written.
+        settings: methods and windows.
+        folder: where unfinished work is stored, one file a layer; the caller removes it.
+        plugins: model families of plugins.
+        progress: called with the number of layers done, and of all.
+
+    Raises:
+        UsageError: a window is too short or has ids that the model lacks.
+        UnsupportedModelError: the model cannot be calibrated.
+        CheckpointError: a tensor cannot be read, or the folder holds something else.
+    """
+    check_windows(settings.windows, int(copy.origin.config.get("vocab_size") or 0))
+    longest = max(map(len, settings.windows))
+    plan = Build(copy.origin.config, format_of=copy.stored.format_of, positions=longest)
+    model = build(plan, plugins)
+    if not len(model.layers):
+        raise UnsupportedModelError(f"{copy.origin.name} has no layers.", remedy="quantize it without --data")
+    layered = LayeredModel(model, copy.source, {**READERS, **copy.stored.readers})
+    calibrator = Calibrator(
+        layered,
+        settings.windows,
+        lambda name: copy.formats.get(name, PLAIN),
+        copy.quants,
+        settings.recipe,
+        settings.seed,
+    )
+    partial = PartialCalibration.begin(folder, describe(copy, settings))
+    if partial.done:
+        calibrator.hidden = partial.read_hidden()
+    else:
+        calibrator.begin()
+    for number, layer in enumerate(model.layers):
+        if number >= partial.done:
+            partial.add(calibrator.calibrate_layer(layer), calibrator.hidden)
+        if progress is not None:
+            progress(number + 1, len(model.layers))
+    return CalibratedTensors(partial, settings)
+
+
+def check_windows(windows: Sequence[Sequence[int]], vocab: int) -> None:
+    """Raise UsageError for windows that are too short or have ids that the model lacks."""
+    if not windows:
+        raise UsageError("No windows to calibrate on.", remedy="give texts, or windows of token ids")
+    for ids in windows:
+        if len(ids) < MIN_WINDOW:
+            raise UsageError(f"A window of {len(ids)} tokens.", remedy=f"windows have at least {MIN_WINDOW}")
+        if vocab and max(ids) >= vocab:
+            raise UsageError(f"A window has token {max(ids)}.", there_is=f"ids 0 to {vocab - 1}")
+
+
+def describe(copy: QuantizedCopy, settings: CalibrationSettings) -> dict[str, Any]:
+    """Everything that a calibration's result depends on, so that another one is not continued by mistake."""
+    files = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in copy.origin.files]
+    formats = hashlib.sha256(json.dumps(sorted(copy.formats.items())).encode()).hexdigest()
+    return {
+        "schema": 1,
+        "model": copy.origin.name,
+        "files": files,
+        "scheme": copy.scheme,
+        "formats": formats,
+        "methods": list(settings.recipe.names),
+        "windows": hash_windows(settings.windows),
+        "seed": settings.seed,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
