@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from inferplane.models.exported import Manifest
 from inferplane.serving.settings import FIELDS
 from inferplane.source.__main__ import main
 from inferplane.source.flags import MODEL_FLAGS
@@ -166,6 +167,35 @@ def test_a_line_of_export_model_parses(command):
     assert engine_options(args, model)["quantization"] == command.variables["QUANT_MODE"]
     assert speculation(args, model) == {"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_max": 1}
     assert "--append_attn" in explain_needless(EXPORT_FLAGS, args.given)
+
+
+@pytest.mark.parametrize("command", EXPORTS, ids=lambda c: f"{c.variables['QUANT_MODE']} {'--block_attn' in c.text}")
+def test_a_line_of_export_model_runs(command, online, tmp_path, capsys):
+    """For the 16 devices of its two machines one process writes all parts; the small model is divided by two."""
+    words = words_of(command, output_path="made", gpus="0")
+    code = main(words)
+    shown = capsys.readouterr()
+    assert code == 0 and shown.out == "made\n", shown.err
+    assert "this process writes the parts of all 2 devices" in " ".join(shown.err.split())
+    manifest = Manifest.read(tmp_path / "made")
+    assert manifest is not None and manifest.ranks == 2 and manifest.quantization == command.variables["QUANT_MODE"]
+
+
+def test_prediction_layers_are_exported_in_their_own_format(online, tmp_path, capsys):
+    """The documents' name of a model in int4 whose prediction layers are in int8; the folder drafts as it says."""
+    name = "deepseek-ai/DeepSeek-R1-MTP/weight_only_int4"
+    words = ["--model_name_or_path", name, "--dtype", "bfloat16"]
+    assert main(["export_model", *words, "--output_path", "made"]) == 0, capsys.readouterr().err
+    manifest = Manifest.read(tmp_path / "made")
+    assert (manifest.quantization, manifest.draft_quantization) == ("weight_only_int4", "weight_only_int8")
+    (tmp_path / "data.json").write_text(json.dumps({"src": "Hello", "tgt": ""}))
+    run = ["predictor", "--data_file", "data.json", "--max_length", "4", "--decode_strategy", "greedy_search"]
+    found = []
+    for model, more in ((name, ()), ("made", ("--speculate_method", "mtp")), ("made", ())):
+        changed = [*run, *words[2:], "--model_name_or_path", model, "--output_file", "out.json", *more]
+        assert main(changed) == 0, capsys.readouterr().err
+        found.append((tmp_path / "out.json").read_text())
+    assert found[0] == found[1] == found[2]
 
 
 def test_scripts_pass_their_words_on(tmp_path):

@@ -2,7 +2,8 @@
 
 The folder has the config, the tokenizer, the kernel choices and, for each of the devices that share the model, a folder
 with its weights. Verbs that load a model take it in its place. It is readable on the same kind of device, by kernels
-that read the same packings; others refuse it. Layers that draft (MTP) are part of it; n-grams need nothing.
+that read the same packings; others refuse it. Layers that draft (MTP) are part of it, if need be in a format of their
+own; n-grams need nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ def add_arguments(parser: Parser) -> None:
     group = add_binding(parser)
     add_option(group, "index")
     add_option(group, "lock")
+    drafts = "as --quantization, for prediction layers (MTP); left out: the same"
+    add_option(group, "speculative_quantization", help=drafts)
     parser.set_defaults(speculative_model=None)
     words = "devices that will share the model (1)"
     parser.add_argument("--tensor-parallel-size", metavar="N", type=int, default=1, help=words)
@@ -41,10 +44,13 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     from inferplane.engine.request.arguments import as_integer
     from inferplane.engine.runner.exports.export import export_model
     from inferplane.engine.runner.model_files import ModelFiles
+    from inferplane.engine.speculate import SpeculativeConfig, with_draft
     from inferplane.plugins import host
 
     ranks = as_integer("tensor_parallel_size", args.tensor_parallel_size, 1)
     options = replace(binding_options(args, lock=args.lock), ranks=ranks)
+    if args.speculative_quantization is not None:
+        options = with_draft(options, SpeculativeConfig("mtp", draft_quantization=args.speculative_quantization))
     folder = Path(args.out).expanduser()
     locate_models(args, screen)
     with screen.loading(f"exporting {args.model}") as loading:

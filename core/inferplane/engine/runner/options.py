@@ -15,6 +15,8 @@ from inferplane.renamed import old_names
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SPELLINGS = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 """Other names of dtypes, in configs and options."""
+AS_STORED = "none"
+"""`draft_quantization` of drafters whose weights stay in the formats of their files."""
 WIDER = {"float64": "float32", "double": "float32"}
 """Dtypes of checkpoints that are computed in another one."""
 

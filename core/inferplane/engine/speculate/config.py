@@ -17,9 +17,9 @@ from inferplane.engine.request.arguments import (
     current_names,
 )
 from inferplane.engine.request.arguments import MAX_SPECULATIVE_TOKENS as MAX_SPECULATIVE_TOKENS
-from inferplane.engine.runner.loading.drafters import AS_STORED, choose_quantization
+from inferplane.engine.runner.loading.drafters import choose_quantization
 from inferplane.engine.runner.model_files import ModelFiles
-from inferplane.engine.runner.options import Draft, RunnerOptions
+from inferplane.engine.runner.options import AS_STORED, Draft, RunnerOptions
 from inferplane.errors import UsageError
 from inferplane.quant import SCHEMES
 from inferplane.renamed import old_attributes, old_names

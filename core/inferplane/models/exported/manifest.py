@@ -22,11 +22,13 @@ MAX_RANKS = 4096
 ANEW = "export the model again for this device and this release (`inferplane export`)"
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("inferplane", "device", "arch", "dtype", "packing_hash"), (str,)),
-    "quantization": (str, type(None)),
+    **dict.fromkeys(("quantization", "draft_quantization"), (str, type(None))),
     **dict.fromkeys(("features", "packings"), (dict,)),
     **dict.fromkeys(("layouts", "rank_bytes"), (list,)),
     "names": (list, type(None)),
 }
+_LATER: dict[str, Any] = {"draft_quantization": None}
+"""Entries that exports of earlier releases lack, and what these mean by it."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Manifest:
         packing_hash: of all packings and their versions (`hash_packings`).
         layouts: SHA-256 of the layout of each rank.
         rank_bytes: bytes of the packed weights of each rank.
+        draft_quantization: that of the prediction layers; None: the same as of the model.
         names: the checkpoint's tensors, by which a quantized checkpoint is understood; None: it was not quantized.
         folder: where it was read from; "" before it is written.
     """
@@ -59,6 +62,7 @@ class Manifest:
     layouts: list[str] = field(default_factory=list)
     rank_bytes: list[int] = field(default_factory=list)
     names: list[str] | None = None
+    draft_quantization: str | None = None
     folder: str = ""
 
     @property
@@ -86,7 +90,7 @@ class Manifest:
         path = folder / MANIFEST
         if not os.path.lexists(path):
             return None
-        content = read_object(path, MAX_MANIFEST_BYTES)
+        content = {**_LATER, **read_object(path, MAX_MANIFEST_BYTES)}
         if content.get("schema") != SCHEMA:
             release = content.get("inferplane")
             maker = f", made by inferplane {release}" if isinstance(release, str) else ""

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from inferplane.binding import Plan
-from inferplane.engine.runner.options import SPELLINGS, RunnerOptions
+from inferplane.engine.runner.options import AS_STORED, SPELLINGS, RunnerOptions
 from inferplane.errors import UsageError
 from inferplane.models.exported import Manifest
 from inferplane.types import DeviceState, Kernel
 
 
 def settle_options(options: RunnerOptions, exported: Manifest, device: str) -> RunnerOptions:
-    """The options with the dtype and quantization of an export, which they may repeat.
+    """The options with the dtype and quantizations of an export, which they may repeat.
 
     Args:
         options: of a start.
@@ -38,7 +38,17 @@ def settle_options(options: RunnerOptions, exported: Manifest, device: str) -> R
                 f"{name} = {mine!r}, but {exported.folder} was exported with {theirs!r}.",
                 remedy=f"leave {name} out, or export the model with it",
             )
-    return replace(options, dtype=exported.dtype, quantization=exported.quantization)
+    options = replace(options, dtype=exported.dtype, quantization=exported.quantization)
+    if not options.mtp or options.mtp_files is not None:
+        return options
+    theirs = exported.draft_quantization or exported.quantization or AS_STORED
+    if options.draft_quantization not in (None, theirs):
+        raise UsageError(
+            f"draft_quantization = {options.draft_quantization!r}, but the prediction layers of {exported.folder} were "
+            f"exported with {theirs!r}.",
+            remedy="leave draft_quantization out, or export the model with it",
+        )
+    return replace(options, draft_quantization=exported.draft_quantization)
 
 
 def check_export(exported: Manifest, options: RunnerOptions, ranks: int, state: DeviceState | None) -> None:

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from inferplane.binding import Plan, signature, write_lock
-from inferplane.engine.runner.loading.drafters import AS_STORED
 from inferplane.engine.runner.loading.weight_loading import describe_packings, pack_weights
 from inferplane.engine.runner.model_files import LOCK, ModelFiles
 from inferplane.engine.runner.model_runner import Runner
-from inferplane.engine.runner.options import RunnerOptions
+from inferplane.engine.runner.options import AS_STORED, RunnerOptions
 from inferplane.errors import UsageError
 from inferplane.hub.repository import CONFIGS, TOKENIZER_PATTERNS, TOKENIZERS
 from inferplane.models.exported import Manifest, RankWriter
@@ -51,7 +50,7 @@ def export_model(
         host: the plugin host.
         device: its name. It is opened, and its kernels are checked as for a start.
         options: how to bind and load, among them `ranks`; layers that draft (MTP) are written if the checkpoint has
-            any; what drafts with files or a quantization of its own is refused.
+            any, in `draft_quantization` if that is another one; what drafts with files of its own is refused.
         folder: must not exist.
         index: which of several such devices.
         progress: called with the bytes of packed weights, and of all, over all ranks.
@@ -87,12 +86,6 @@ def _check_drafter(options: RunnerOptions) -> None:
             "An export holds the model, and the prediction layers in its own files.",
             remedy="leave out the files of what drafts here, and name them where the export is started",
         )
-    if options.draft_quantization not in (None, options.quantization or AS_STORED):
-        raise UsageError(
-            f"An export in {options.quantization!r} with prediction layers in {options.draft_quantization!r}.",
-            there_is="exports with one quantization for all layers",
-            remedy="leave out the quantization of what drafts, or start from the checkpoint, which has both",
-        )
 
 
 class _Exporter:
@@ -106,8 +99,9 @@ class _Exporter:
         index: int,
         progress: Callable[[int, int], None] | None,
     ) -> None:
-        own = {"mtp": False, "mtp_files": None, "draft_quantization": None, "eagle": None, "draft": None}
-        self.options = replace(options, **own, has_draft_layer=False)  # type: ignore[arg-type]
+        one = options.draft_quantization in (None, options.quantization or AS_STORED)
+        drafts = None if one else options.draft_quantization
+        self.options = replace(options, mtp=False, has_draft_layer=False, draft_quantization=drafts)
         self.files, self.host, self.folder, self.progress = files, host, folder, progress
         self.backend = host.backend(device, index=index)
         self.state = host.open(self.backend)
@@ -117,6 +111,12 @@ class _Exporter:
         ranks = self.options.ranks
         if self.options.load_format != "dummy" and self._has_draft_layers():
             self.options = replace(self.options, mtp=True)
+        elif self.options.draft_quantization is not None:
+            raise UsageError(
+                f"draft_quantization = {self.options.draft_quantization!r}: {self.files.name} has no prediction "
+                "layers (MTP) to export in it.",
+                remedy="leave draft_quantization out",
+            )
         layouts: list[str] = []
         rank_bytes: list[int] = []
         for rank in range(ranks):
@@ -132,6 +132,7 @@ class _Exporter:
             features={name: feature.present for name, feature in self.state.features.items()},
             dtype=str(runner.dtype).removeprefix("torch."),
             quantization=self.options.quantization,
+            draft_quantization=self.options.draft_quantization,
             packings=packings,
             packing_hash=hash_packings({label: entry["version"] for label, entry in packings.items()}),
             layouts=layouts,
@@ -152,7 +153,7 @@ class _Exporter:
         """Whether the config states layers that draft, and the checkpoint has their tensors."""
         if not self.files.config.get("num_nextn_predict_layers"):
             return False
-        runner = Runner(self.files, self.host, self.backend, replace(self.options, mtp=True))
+        runner = Runner(self.files, self.host, self.backend, replace(self.options, mtp=True, draft_quantization=None))
         runner.state = self.state
         try:
             runner.bind(assumed=False)

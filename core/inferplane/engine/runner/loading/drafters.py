@@ -15,6 +15,7 @@ from inferplane.binding import Loaded, TensorSource
 from inferplane.engine.runner.loading.device_model import DeviceModel
 from inferplane.engine.runner.loading.weight_formats import build_as_read, find_formats, formats_read_by_row
 from inferplane.engine.runner.model_files import ModelFiles
+from inferplane.engine.runner.options import AS_STORED
 from inferplane.errors import warn
 from inferplane.models import Build
 from inferplane.models.draft_layers import DraftLayers
@@ -24,8 +25,6 @@ from inferplane.ops import CausalLM
 from inferplane.quant import QuantFormats, takes_as_stored
 from inferplane.types import PLAIN, Shard
 
-AS_STORED = "none"
-"""`draft_quantization` of drafters whose weights stay in the formats of their files."""
 PIECE_BYTES = 2**26
 """Bytes of a tensor that are compared at a time."""
 
@@ -64,14 +63,15 @@ def choose_quantization(
 
     Args:
         requested: `draft_quantization`: a scheme, `AS_STORED`, or None for the default, which is the model's scheme
-            unless the drafter has files of its own that are quantized already.
+            unless the drafter has files of its own that are quantized already, or are an export.
         of_model: the model's scheme.
         files: the drafter's.
         own_files: whether these are other files than the model's.
     """
     if requested is not None:
         return None if requested == AS_STORED else requested
-    return None if own_files and files.config.get("quantization_config") else of_model
+    has_own = own_files and (files.config.get("quantization_config") or files.exported is not None)
+    return None if has_own else of_model
 
 
 def build_drafters(planned: DeviceModel, model: CausalLM, *, apart: bool) -> list[Drafter]:

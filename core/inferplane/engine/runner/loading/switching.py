@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from inferplane.engine.runner.exports.compare import settle_options
 from inferplane.engine.runner.kv_cache import CachePlan
 from inferplane.engine.runner.loading.weight_loading import read_weights
 from inferplane.engine.runner.model_runner import Runner
@@ -55,6 +56,8 @@ def prepare_switch(runner: Runner, options: RunnerOptions) -> Switch:
         UsageError, CheckpointError, BindError, CapacityError: as `Runner.open` for the same options; CapacityError also
             if both drafters do not fit in memory together. UsageError: several ranks would have to load something.
     """
+    if runner.files.exported is not None:
+        options = settle_options(options, runner.files.exported, runner.backend.name)
     loaded, requested = _list_drafters(runner.options), _list_drafters(options)
     if requested == loaded:
         runner.options = options

@@ -50,12 +50,17 @@ def _without(missing: Missing, ids: Collection[int]) -> Missing:
 
 
 def pack_weights(planned: PlannedModel, progress: Progress | None, store: Store) -> Loaded:
-    """Read and pack every weight of a plan without drafters of their own, and give each to `store`.
+    """Read and pack every weight of a plan, also those of layers that draft, and give each to `store`.
 
     Raises:
         As `load`.
     """
-    return _load_model(planned, planned.plan.packings, progress, store)
+    packings = planned.plan.packings
+    owned = [drafter.layers.own_weights(planned.base) for drafter in planned.drafters]
+    found = _load_model(planned, _without(packings, set().union(*owned)), progress, store)
+    for drafter, ids in zip(planned.drafters, owned):
+        _load_drafter(planned, drafter, {i: names for i, names in packings.items() if i in ids}, store)
+    return found
 
 
 def describe_packings(planned: PlannedModel) -> dict[str, dict[str, Any]]:
@@ -114,8 +119,10 @@ def _load_model(
     return found
 
 
-def _load_drafter(planned: PlannedModel, drafter: Drafter, missing: Missing) -> Loaded:
-    """Read the weights that layers that draft have of their own."""
+def _load_drafter(planned: PlannedModel, drafter: Drafter, missing: Missing, store: Store | None = None) -> Loaded:
+    """Read the weights that layers that draft have of their own; of an export they are part."""
+    if planned.is_packed and drafter.files is planned.files:
+        return _read_packed(planned, missing, None) if missing else Loaded()
     with contextlib.ExitStack() as opened:
         source = None if planned.options.load_format == "dummy" else drafter.files.source()
         if source is not None:
@@ -128,6 +135,7 @@ def _load_drafter(planned: PlannedModel, drafter: Drafter, missing: Missing) -> 
                 readers={**READERS, **drafter.formats.readers},
                 ignore=drafter.layers.unread,
                 missing=missing,
+                store=store,
             )
         except CheckpointError as error:
             error.add_subject(f"What drafts, {drafter.files.name}")
