@@ -4,7 +4,7 @@ from inferplane.calibrate.catalog import load_methods
 from inferplane.calibrate.observe import Inputs
 from inferplane.calibrate.recipe import Channels, Method, Recipe, WeightToRound, make_recipe
 from inferplane.calibrate.run import CalibratedTensors, CalibrationSettings, calibrate
-from inferplane.calibrate.texts import read_texts, slice_windows
+from inferplane.calibrate.texts import draw_windows, read_texts, slice_windows
 
 __all__ = [
     "CalibratedTensors",
@@ -15,6 +15,7 @@ __all__ = [
     "Recipe",
     "WeightToRound",
     "calibrate",
+    "draw_windows",
     "load_methods",
     "make_recipe",
     "read_texts",

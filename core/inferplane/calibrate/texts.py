@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from inferplane.errors import UsageError
 
@@ -70,32 +71,41 @@ def _read(path: Path) -> str:
         raise UsageError(what, remedy=f'write one {{"{FIELD}": "..."}} a line') from error
 
 
-def slice_windows(
-    texts: Sequence[Text], encode: Callable[[str], list[int]], count: int, tokens: int, seed: int
-) -> list[list[int]]:
-    """Windows of token ids, drawn from all texts without overlap, in a seeded order. Each begins as a text does, with
-    the tokenizer's first token if it has one.
+class Window(NamedTuple):
+    """Token ids of a text, and the file that they are of."""
+
+    name: str
+    ids: list[int]
+
+
+def slice_windows(texts: Sequence[Text], encode: Callable[[str], list[int]], tokens: int) -> list[Window]:
+    """All windows of texts, in order and without overlap; what remains of a text is left out. Each begins as a text
+    does, with the tokenizer's first token if it has one.
 
     Args:
-        texts: what is cut.
+        texts: what is divided.
         encode: from a text to its ids.
-        count: most windows.
         tokens: of a window, at least `MIN_WINDOW`.
-        seed: of the draw.
 
     Raises:
         UsageError: no text has a whole window.
     """
-    found: list[list[int]] = []
+    found: list[Window] = []
     begin = encode("")
     step = tokens - len(begin)
     for each in texts:
         ids = encode(each.text)[len(begin) :]
-        found += [begin + ids[first : first + step] for first in range(0, len(ids) - step + 1, step)]
+        found += [Window(each.name, begin + ids[i : i + step]) for i in range(0, len(ids) - step + 1, step)]
     if not found:
         raise UsageError(
             f"No text of --data has {tokens} tokens.", remedy="give longer texts, or lower --window-tokens"
         )
+    return found
+
+
+def draw_windows(windows: Sequence[Window], count: int, seed: int) -> list[Window]:
+    """At most `count` windows, in a seeded order."""
+    found = list(windows)
     random.Random(seed).shuffle(found)
     return found[:count]
 

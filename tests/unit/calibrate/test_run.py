@@ -13,6 +13,7 @@ from inferplane.calibrate import (
     CalibrationSettings,
     Method,
     calibrate,
+    draw_windows,
     load_methods,
     make_recipe,
     read_texts,
@@ -215,12 +216,15 @@ def test_windows_are_drawn_without_overlap():
         return [7, *map(ord, text)]
 
     texts = [Text("a", "x" * 25), Text("b", "abcdefgh" * 4)]
-    found = slice_windows(texts, encode, 100, 9, seed=1)
-    assert all(len(ids) == 9 and ids[0] == 7 for ids in found) and len(found) == 3 + 4
-    assert found == slice_windows(texts, encode, 100, 9, seed=1) != slice_windows(texts, encode, 100, 9, seed=2)
-    assert slice_windows(texts, encode, 2, 9, seed=1) == found[:2]
+    whole = slice_windows(texts, encode, 9)
+    assert all(len(window.ids) == 9 and window.ids[0] == 7 for window in whole)
+    assert [window.name for window in whole] == ["a"] * 3 + ["b"] * 4
+    found = draw_windows(whole, 100, seed=1)
+    assert sorted(found) == sorted(whole) != found
+    assert found == draw_windows(whole, 100, seed=1) != draw_windows(whole, 100, seed=2)
+    assert draw_windows(whole, 2, seed=1) == found[:2]
     with pytest.raises(UsageError, match="No text of --data has 64 tokens"):
-        slice_windows(texts, encode, 1, 64, seed=1)
+        slice_windows(texts, encode, 64)
 
 
 def test_the_verb(tmp_path, monkeypatch, capsys):

@@ -143,7 +143,13 @@ def test_settings_from_elsewhere_keep_their_names():
 
 # ---------------------------------------------------------------- devices
 
-NEEDED = {"export": ("--out", "exported"), "bench": ("latency",), "config": ("show",), "tune": ("--out", "x.lock")}
+NEEDED = {
+    "export": ("--out", "exported"),
+    "eval": ("--data", __file__),
+    "bench": ("latency",),
+    "config": ("show",),
+    "tune": ("--out", "x.lock"),
+}
 WITH_DEVICE = [verb for verb in VERBS if "--device" in verb_parser(verb)[0]._option_string_actions]
 
 

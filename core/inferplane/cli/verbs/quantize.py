@@ -98,7 +98,14 @@ def _read_settings(args: argparse.Namespace, files: ModelFiles) -> CalibrationSe
     Raises:
         UsageError: an option has no such value, or the texts are too short.
     """
-    from inferplane.calibrate import CalibrationSettings, load_methods, make_recipe, read_texts, slice_windows
+    from inferplane.calibrate import (
+        CalibrationSettings,
+        draw_windows,
+        load_methods,
+        make_recipe,
+        read_texts,
+        slice_windows,
+    )
     from inferplane.engine.request.arguments import as_integer
     from inferplane.engine.request.text import Tokenizer
     from inferplane.plugins import host
@@ -107,7 +114,8 @@ def _read_settings(args: argparse.Namespace, files: ModelFiles) -> CalibrationSe
     recipe = make_recipe(names, load_methods(host().calibration()))
     count, tokens = as_integer("windows", args.windows, 1), as_integer("window_tokens", args.window_tokens, 16)
     texts = read_texts(args.data)
-    windows = slice_windows(texts, Tokenizer(files.folder).encode, count, tokens, args.seed)
+    found = draw_windows(slice_windows(texts, Tokenizer(files.folder).encode, tokens), count, args.seed)
+    windows = [window.ids for window in found]
     return CalibrationSettings(recipe, windows, [Path(text.name).name for text in texts], args.seed)
 
 

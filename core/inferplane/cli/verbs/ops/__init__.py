@@ -36,7 +36,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, screen: Screen) -> int:
     """Show all ops, or one."""
-    from inferplane.cli.verbs.ops_tables import show_kernels, show_meanings, show_one
+    from inferplane.cli.verbs.ops.tables import show_kernels, show_meanings, show_one
     from inferplane.plugins import host
 
     names = [args.name] if args.name is not None else None
