@@ -33,6 +33,8 @@ SHARED = {
 ELSEWHERE = {"CUDA_VISIBLE_DEVICES": "the device's own runtime reads it: other devices are not there"}
 """Variables that are not Inferplane's."""
 Say = Callable[[str], str]
+COLON = ": "
+"""Between a verdict and its reason; each language has its own."""
 
 
 def render(text: str, say: Say) -> str:
@@ -61,10 +63,10 @@ def variables(say: Say) -> str:
             words = say(SHARED[name])
         elif name in source_names.NAMES:
             setting = source_names.NAMES[name].setting
-            words = f"`{setting}`" + ("" if FIELDS[setting].type != "bool" else f" ({say('a switch')})")
+            words = f"`{setting}`" + ("" if FIELDS[setting].type != "bool" else say(" (") + say("a switch") + say(")"))
         else:
             reason = source_names.WITHOUT_EFFECT.get(name)
-            words = say(ELSEWHERE[name]) if reason is None else f"{say('no effect')}: {say(reason)}"
+            words = say(ELSEWHERE[name]) if reason is None else f"{say('no effect')}{say(COLON)}{say(reason)}"
         rows.append((f"`{name}`", ", ".join(f"`{old}`" for old in older.get(name, ())) or "", words))
     return _rows(say, ("variable", "before 3.0.0", "here"), rows)
 
@@ -72,9 +74,9 @@ def variables(say: Say) -> str:
 def _flags(say: Say, flags: tuple[Flag, ...]) -> str:
     rows = []
     for flag in flags:
-        words = f"{say('needs no switch')}: {say(flag.needless)}" if flag.needless else say(flag.words)
+        words = f"{say('needs no switch')}{say(COLON)}{say(flag.needless)}" if flag.needless else say(flag.words)
         if flag.kind == "count" and flag.range[1] is not None:
-            words += f" ({flag.range[0]} {say('to')} {flag.range[1]})"
+            words += f"{say(' (')}{flag.range[0]} {say('to')} {flag.range[1]}{say(')')}"
         default = "" if flag.default in (None, False) else f"`{flag.default}`"
         rows.append((f"`--{flag.name}`", default, words))
     return _rows(say, ("flag", "default", "here"), rows)

@@ -6,7 +6,7 @@ Takes the flags of the source system's download_model.py, and its names of model
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,13 +46,14 @@ def run(words: Sequence[str], screen: Screen) -> int:
     return 0
 
 
-def download(model: SourceModel, place: Path, screen: Screen) -> Path:
+def download(model: SourceModel, place: Path, screen: Screen, check: Callable[[Path], None] | None = None) -> Path:
     """Download a model, or what is missing of it.
 
     Args:
         model: what to download.
         place: folder of all models.
         screen: shows the progress.
+        check: called with the folder when its configs are there, before weights are downloaded; may raise.
 
     Returns:
         The model's folder, `place/NAME`: its files are links to those in the hub's folder beside it.
@@ -67,7 +68,7 @@ def download(model: SourceModel, place: Path, screen: Screen) -> Path:
         raise UsageError(f"{model.name!r} is no name of a model on a hub.", remedy="pass a name as ORG/NAME")
     settings = replace(HubSettings.from_environment(), cache=place / HUB)
     with fetching(name, screen) as progress:
-        found = fetch(name, settings=settings, progress=progress)
+        found = fetch(name, settings=settings, progress=progress, check=check)
     folder = place / model.name
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,8 +81,21 @@ def download(model: SourceModel, place: Path, screen: Screen) -> Path:
 
 def can_write(place: Path) -> bool:
     """Whether models can be downloaded into a folder, which may have to be made."""
-    existing = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
+    existing = _find_existing(place)
     return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+
+
+def describe_access(place: Path) -> str:
+    """Whose a folder is, or the one in which it would have to be made, and who may write there."""
+    existing = _find_existing(place)
+    if not existing.is_dir():
+        return f"a file, {existing}"
+    found = existing.stat()
+    return f"the folder {existing} of user {found.st_uid}, mode {found.st_mode & 0o777:o}"
+
+
+def _find_existing(place: Path) -> Path:
+    return next(folder for folder in (place, *place.absolute().parents) if folder.exists())
 
 
 def _link(file: Path, link: Path) -> None:

@@ -15,8 +15,11 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from inferplane.cli.arguments import pins
 from inferplane.cli.main import verb_parser
 from inferplane.cli.screen import Screen
 from inferplane.cli.verbs import serve
@@ -25,9 +28,10 @@ from inferplane.hub import parse_name
 from inferplane.serving.configure import ResolvedSettings
 from inferplane.serving.lifecycle.launch import count_devices, count_local, find_machine
 from inferplane.serving.lifecycle.notify import FOLLOWS, NOTIFY_SOCKET, READY
+from inferplane.serving.settings import ServerSettings
 from inferplane.serving.source_models import SourceModel, find_source_model
 from inferplane.serving.source_names import DEFAULT_FOLDER, DEFAULT_PORT, LaunchRequest
-from inferplane.source.download_model import can_write, download
+from inferplane.source.download_model import can_write, describe_access, download
 from inferplane.source.running import HEALTH, LOG, RunningServer, server_folder
 
 DEFAULTS = {
@@ -56,8 +60,8 @@ def run(words: Sequence[str], screen: Screen) -> int:
         environ["model_name"] = words[0]
     set_defaults(environ)
     resolved = read_settings(rest, environ)  # raises what is wrong, before anything is downloaded
-    follows = share_devices(resolved.launch, resolved.settings.device, environ)
-    fetch_named_model(environ, screen)
+    follows, processes = share_devices(resolved.launch, resolved.settings.device, environ)
+    fetch_named_model(environ, screen, resolved.settings, processes)
     folder.mkdir(parents=True, exist_ok=True)
     port = resolved.settings.health_port or resolved.settings.port
     if port > 0:
@@ -89,8 +93,9 @@ def set_defaults(environ: MutableMapping[str, str]) -> None:
             environ[name] = value
 
 
-def share_devices(launch: LaunchRequest | None, device: str, environ: MutableMapping[str, str]) -> bool:
-    """Set MP_NUM to the number of devices unless it is set. Returns whether this machine follows another one.
+def share_devices(launch: LaunchRequest | None, device: str, environ: MutableMapping[str, str]) -> tuple[bool, int]:
+    """Set MP_NUM to the number of devices unless it is set. Returns whether this machine follows another one, and the
+    number of processes that will share the model.
 
     Raises:
         UsageError: this machine is none of those named, or it has too few devices.
@@ -99,23 +104,43 @@ def share_devices(launch: LaunchRequest | None, device: str, environ: MutableMap
     devices = count_devices(device)
     if launch is None or not environ.get("MP_NUM"):
         environ["MP_NUM"] = str(devices * nodes)
+        processes = devices * nodes
     else:
-        count_local(launch, devices)
-    return launch is not None and nodes > 1 and find_machine(launch.addresses, environ) > 0
+        processes = count_local(launch, devices)[0] * nodes
+    return launch is not None and nodes > 1 and find_machine(launch.addresses, environ) > 0, processes
 
 
-def fetch_named_model(environ: MutableMapping[str, str], screen: Screen) -> None:
-    """Download the model that `model_name` names into MODEL_DIR, unless it is there, or is none of a hub."""
+def fetch_named_model(environ: Mapping[str, str], screen: Screen, settings: ServerSettings, processes: int) -> None:
+    """Download the model that `model_name` names into MODEL_DIR, unless it is there, or is none of a hub.
+
+    Args:
+        environ: has both variables.
+        screen: shows the progress.
+        settings: of the server, by which the model is judged before its weights are downloaded.
+        processes: that will share it.
+
+    Raises:
+        UsageError: the folder cannot be written.
+        InferplaneError: the model cannot run, is too large for the devices, or cannot be downloaded.
+    """
     name, place = environ.get("model_name", "").strip(), Path(environ.get("MODEL_DIR", DEFAULT_FOLDER)).expanduser()
     if not name or Path(name).expanduser().exists() or (place / name / "config.json").is_file():
         return
     model = find_source_model(name) or SourceModel(name, name)
     if parse_name(model.repository) is None:
         return
-    if can_write(place):
-        download(model, place, screen)
-    else:
-        screen.warning(f"{place} cannot be written by this user: {name} goes to the cache of the hub (HF_HOME)")
+    if not can_write(place):
+        raise UsageError(
+            f"{place} (MODEL_DIR) cannot be written by user {os.getuid()}, so {name} cannot be downloaded into it.",
+            there_is=describe_access(place),
+            remedy=f"make the folder that is mounted there writable for user {os.getuid()}, put the model in it, or "
+            "set MODEL_DIR to another folder",
+        )
+    from inferplane.engine.clients.process.download_check import check_in_process
+    from inferplane.serving.lifecycle.start import engine_options
+
+    options = engine_options(replace(settings, speculative_method=None), pins(settings.op))
+    download(model, place, screen, partial(check_in_process, model=name, options=options, ranks=processes))
 
 
 def _start(words: Sequence[str], environ: MutableMapping[str, str], folder: Path, *, follows: bool) -> None:

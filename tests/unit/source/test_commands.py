@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from inferplane.errors import CapacityError, UsageError
 from inferplane.models.exported import Manifest
 from inferplane.serving.settings import FIELDS
+from inferplane.source import download_model
 from inferplane.source.__main__ import main
 from inferplane.source.flags import MODEL_FLAGS
 from tests.e2e.small_r1 import write
@@ -266,6 +268,47 @@ def test_a_server_starts_with_the_settings_of_its_options(tmp_path, monkeypatch)
     monkeypatch.setenv("SERVICE_HTTP_PORT", "-1")
     assert start_server.run([str(tmp_path), "--grpc-port", "18802", "--device", "cpu"], Screen()) == 0
     assert not (tmp_path / HEALTH).exists() and "gRPC at 18802" in said[-1]
+
+
+def test_a_model_is_judged_before_its_weights_are_downloaded(online, hub, tmp_path, monkeypatch):
+    """By the settings of the server, for as many processes as will share it."""
+    from inferplane.cli.screen import Screen
+    from inferplane.engine.clients.process import download_check
+    from inferplane.source import start_server
+
+    judged = []
+
+    def refuse(path, **given):
+        judged.append(((path / "config.json").is_file(), given))
+        raise CapacityError("It is too large.")
+
+    monkeypatch.setattr(download_check, "check_in_process", refuse)
+    monkeypatch.setenv("MODEL_DIR", str(tmp_path / "models"))
+    monkeypatch.setenv("INFERPLANE_SERVER_DIR", str(tmp_path / "server"))
+    name, asked = "deepseek-ai/DeepSeek-R1/weight_only_int4", len(hub.requests)
+    with pytest.raises(CapacityError, match="too large"):
+        start_server.run([name], Screen())
+    ((has_config, given),) = judged
+    assert has_config and given["model"] == name and given["ranks"] == 1
+    assert given["options"]["quantization"] == "weight_only_int4" and given["options"]["device"] == "cpu"
+    new = [path for _, path, _ in hub.requests[asked:]]
+    assert any("config.json" in path for path in new) and not any(".safetensors" in path for path in new), new
+    assert not (tmp_path / "models" / name).exists()
+
+
+def test_a_folder_of_models_that_cannot_be_written_is_one_error(online, hub, tmp_path, monkeypatch):
+    from inferplane.cli.screen import Screen
+    from inferplane.source import start_server
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MODEL_DIR", str(tmp_path / "file" / "models"))
+    monkeypatch.setenv("INFERPLANE_SERVER_DIR", str(tmp_path / "server"))
+    asked = len(hub.paths())
+    with pytest.raises(UsageError, match=r"models \(MODEL_DIR\) cannot be written by user \d+") as refused:
+        start_server.run(["deepseek-ai/DeepSeek-R1/weight_only_int4"], Screen())
+    assert refused.value.there_is == f"a file, {tmp_path / 'file'}" and "set MODEL_DIR" in refused.value.remedy
+    assert len(hub.paths()) == asked and not (tmp_path / "server").exists()
+    assert "mode 7" in download_model.describe_access(tmp_path)
 
 
 def test_a_long_folder_of_temporary_files_does_not_matter(tmp_path, monkeypatch):
