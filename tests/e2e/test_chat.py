@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from tokenizers import AddedToken
 
 pytest.importorskip("llguidance", reason="not run: the extra `constrained` is not installed")
 
@@ -153,6 +154,42 @@ def test_calls_that_are_demanded(llm, choice, marks):
     assert "".join(p.reasoning for p in pieces) == result.reasoning
 
 
+def with_calls():
+    made = with_marks()
+    made.add_tokens([AddedToken("<tool_call>", special=False, normalized=False)])
+    return made
+
+
+def test_a_call_that_begins_by_itself_is_one_of_the_tools(tmp_path):
+    """In mode "auto" nothing forces a call; its mark is made likely here, and what follows it is held to the tools."""
+    folder = write(tmp_path / "model", with_calls, chat_template=TEMPLATE)
+    options = {"tools": TOOLS, "chat_template": "<tool_call>{{ messages[0].content or tools }}"}
+    with opened(folder) as llm:
+        (mark,) = llm.tokenizer.encode("<tool_call>", special=False)
+        params = SamplingParams(max_tokens=400, temperature=0, logit_bias={mark: 100}, ignore_eos=True)
+        result = llm.chat(HELLO, params, **options)
+    calls = [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in result.tool_calls[:-1]]
+    assert calls and all(call in [("list", {"of": "x"}), ("sum", {"a": 1}), ("sum", {"a": 2})] for call in calls)
+
+    async def run():
+        async with AsyncLLM(folder, device="cpu", dtype="float32") as client:
+            return [piece async for piece in client.chat(HELLO, params, **options)]
+
+    found = join_calls(c for piece in asyncio.run(run()) for c in piece.tool_calls)
+    assert [c["function"] for c in found] == [c["function"] for c in result.tool_calls]
+
+
+def test_a_rule_that_cannot_be_enforced_is_left_out_unless_a_tool_is_strict(llm, monkeypatch):
+    def refuse(params):
+        raise UsageError("It is too complex.")
+
+    monkeypatch.setattr(llm, "constraint", refuse)
+    plan = llm.plan_chat(HELLO, PARAMS, tools=TOOLS)
+    assert not plan.params.structural_tags and not plan.has_optional_tags
+    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    assert llm.plan_chat(HELLO, PARAMS, tools=strict).params.structural_tags
+
+
 def test_a_demanded_call_excludes_another_rule_and_names_what_it_does_not_hold(llm):
     with pytest.raises(UsageError, match=r"json_schema.*tool_choice"):
         llm.chat(HELLO, SamplingParams(json_schema={}), tools=TOOLS, tool_choice="required")
@@ -173,6 +210,7 @@ def test_a_demanded_call_excludes_another_rule_and_names_what_it_does_not_hold(l
         ({"tools": [TOOL], "tool_choice": {"function": {"name": "sub"}}}, "'sub'"),
         ({"tools": [{"function": {"name": "f", "parameters": {"type": "array"}}}]}, "of type 'array'"),
         ({"tools": [{"name": "add"}]}, r"tools\[0\] = "),
+        ({"tools": [TOOL, TOOL]}, r"tools\[1\] has the name 'add', as a tool before it"),
         ({"chat_template_kwargs": {"messages": []}}, "cannot set messages"),
         ({"chat_template_kwargs": [1]}, r"chat_template_kwargs = \[1\]"),
         ({"tool": [TOOL]}, "LLM.chat takes no tool"),

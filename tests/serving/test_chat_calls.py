@@ -226,3 +226,12 @@ def test_each_call_has_an_id_of_its_own(build):
     reply = read(plan, f"<|tool_calls_section_begin|>{one}{one}{one}<|tool_calls_section_end|>")
     ids = [call["id"] for call in reply.calls]
     assert len(ids) == len(set(ids)) == 3 and ids[:2] == ["functions.get:0", "functions.get:1"]
+
+
+def test_two_tools_of_one_name_are_refused(build):
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    custom = {"type": "custom", "custom": {"name": "add"}}
+    for second in (tool, custom):
+        with pytest.raises(ApiError, match="Two tools have the name 'add'") as refused:
+            build("qwen3", CLOSED, tools=[tool, second])
+        assert (refused.value.status, refused.value.param) == (400, "tools")

@@ -78,7 +78,8 @@ def read_rules(tools: Sequence[Any], choice: Any) -> tuple[CallRules, list[str]]
         choice: "auto", "none", "required", or the form of one function.
 
     Raises:
-        UsageError: a tool is no function in OpenAI's form, or the choice demands one that is not there.
+        UsageError: a tool is no function in OpenAI's form, two have one name, or the choice demands one that is not
+            there.
     """
     schemas, strict, dropped = dict[str, Mapping[str, Any]](), set[str](), set[str]()
     for i, tool in enumerate(tools):
@@ -86,6 +87,10 @@ def read_rules(tools: Sequence[Any], choice: Any) -> tuple[CallRules, list[str]]
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
             raise UsageError(f"tools[{i}] = {short(tool)}.", there_is=f"functions as {TOOL_FORM}")
+        if name in schemas:
+            raise UsageError(
+                f"tools[{i}] has the name {short(name)}, as a tool before it.", remedy="rename one of them"
+            )
         parameters = function.get("parameters")
         if parameters is not None and not isinstance(parameters, Mapping):
             raise UsageError(

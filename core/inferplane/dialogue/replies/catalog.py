@@ -42,7 +42,7 @@ FORMS: tuple[ReplyForm, ...] = (
     _form("deepseek_v32", tables.THINK, tables.DSML_CALLS, types=("deepseek_v32",)),
     _form("deepseek_v3", tables.THINK, tables.DEEPSEEK_CALLS, also=("deepseek_r1", "holo2"), types=("deepseek_v3",)),
     _form("deepseek_v31", tables.THINK, tables.DEEPSEEK_31_CALLS),
-    _form("kimi_k2", tables.THINK, tables.KIMI_CALLS, tables.KIMI_SINGULAR_CALLS, types=("kimi_k2",)),
+    _form("kimi_k2", tables.THINK_OR_CALL, tables.KIMI_CALLS, tables.KIMI_SINGULAR_CALLS, types=("kimi_k2",)),
     _form("kimi", tables.THINK_TRIANGLES),
     _form("glm45", tables.THINK, tables.GLM_CALLS, also=("glm47",), types=("glm4_moe",)),
     _form("minimax_m2", tables.THINK, tables.MINIMAX_CALLS, types=("minimax_m2",)),
@@ -113,6 +113,8 @@ def find_form(template_source: str | None, model_type: str = "", forms: Sequence
     own = family.reasoning if family else None
     if template_source is None or (own and thinks and thinks.reasoning and _has_same_marks(own, thinks.reasoning)):
         thinks = family  # it may know of marks around the answer, which the template does not show
+    if calls and calls.reasoning and calls.reasoning.ended_by_calls and thinks and thinks.reasoning:
+        thinks = calls if _has_same_marks(calls.reasoning, thinks.reasoning) else thinks
     calls = calls or family or default
     return _combine(thinks, calls)
 

@@ -35,6 +35,7 @@ class ReasoningForm:
         padding: characters of white space around the thought that belong to its marks.
         forced_end: text that ends the thought before the model does; "": line ends around `end`.
         template_marks: strings by which a chat template with this form is recognized: it has all of them.
+        ended_by_calls: a call in the thought ends it; else its mark is a word of the thought.
     """
 
     begin: str
@@ -46,6 +47,7 @@ class ReasoningForm:
     padding: str = "\n"
     forced_end: str = ""
     template_marks: tuple[str, ...] = ()
+    ended_by_calls: bool = False
 
     def __post_init__(self) -> None:
         if not (self.begin and self.end):

@@ -103,7 +103,7 @@ class ReplyParser:
         try:
             yield from read_harmony(self._reader, self._calls, write, is_open, bool(self._tools))
         except TextEnded:
-            self._end_call()
+            self._end_call(self._write_content)
 
     def _read(self, is_open: bool) -> Steps[None]:
         before = yield from self._read_thoughts(is_open)
@@ -122,7 +122,8 @@ class ReplyParser:
         form, reader = self._reasoning, self._reader
         if form is None:
             return ""
-        end_marks = Marks(form.end_marks, form.padding, MAX_PADDING)
+        triggers = self._triggers if form.ended_by_calls else ()
+        end_marks = Marks((*form.end_marks, *triggers), form.padding, MAX_PADDING)
         while True:
             reader.record()
             yield from reader.skip(SPACE)
@@ -134,6 +135,16 @@ class ReplyParser:
             is_open = False
             self._write_mark(before + (yield from reader.skip(form.padding)))
             padding, mark = yield from reader.copy_until(end_marks, self._write_reasoning)
+            while mark in triggers:
+                count, forms = self._calls.count, [form for form in self._tools if form.trigger == mark]
+                before = yield from self._read_calls(padding, forms, mark, self._write_reasoning)
+                if self._calls.count > count:
+                    if end := (yield from reader.match(*form.end_marks)):
+                        self._write_mark(before + end + (yield from reader.skip(form.padding)))
+                        return ""
+                    return before
+                self._write_reasoning(before)
+                padding, mark = yield from reader.copy_until(end_marks, self._write_reasoning)
             if not mark:
                 return ""
             self._write_mark(padding + mark + (yield from reader.skip(form.padding)))
@@ -188,13 +199,16 @@ class ReplyParser:
 
     # -- calls
 
-    def _read_calls(self, before: str, forms: list[ToolForm], mark: str = "") -> Steps[str]:
-        """Read calls after their mark, or what turns out to be none.
+    def _read_calls(
+        self, before: str, forms: list[ToolForm], mark: str = "", write: Callable[[str], None] | None = None
+    ) -> Steps[str]:
+        """Read calls after their mark, or what turns out to be none, which is given to `write`: content, unless another
+        is stated.
 
         Returns:
             White space after the calls, which is content unless a call or the end follows it.
         """
-        reader = self._reader
+        reader, write = self._reader, write or self._write_content
         reader.record(before + mark)
         count, form = self._calls.count, forms[0]
         try:
@@ -209,9 +223,9 @@ class ReplyParser:
                 yield from read_end(reader, form.end)
                 yield from reader.skip(SPACE)
                 return reader.stop_record()
-            self._write_content(text)
+            write(text)
         except TextEnded:
-            self._end_call()
+            self._end_call(write)
         return reader.stop_record()
 
     def _choose(self, forms: list[ToolForm]) -> Steps[ToolForm]:
@@ -230,15 +244,15 @@ class ReplyParser:
                 return form
         raise NotACall
 
-    def _end_call(self) -> None:
-        """The text ended inside of a call, or in the marks around it."""
+    def _end_call(self, write: Callable[[str], None]) -> None:
+        """The text ended inside of a call, or in the marks around it: `write` gets what is no call."""
         text = self._reader.stop_record()
         if self._is_forced and self._calls.announced is not None:
             self._calls.begin()
         if self._is_forced:
             self._reader.drop_rest()
         elif not self._calls.is_open and text.strip():
-            self._write_content(text)
+            write(text)
 
 
 def _may_be_in(form: ToolForm, first: str, second: str) -> bool:

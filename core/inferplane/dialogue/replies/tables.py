@@ -14,7 +14,10 @@ from inferplane.dialogue.replies.forms import ReasoningForm, ToolForm
 # ------------------------------------------------------------------ thoughts
 
 THINK = ReasoningForm("<think>", "</think>", template_marks=("</think>",))
-"""DeepSeek R1 to V3.2, Qwen 3, GLM-4.5, Kimi K2, MiniMax M2, and most others."""
+"""DeepSeek R1 to V3.2, Qwen 3, GLM-4.5, MiniMax M2, and most others."""
+THINK_OR_CALL = replace(THINK, ended_by_calls=True)
+"""Kimi K2 and K2.5, which sometimes call without an end of the thought; the mark of calls is a special token, which the
+thought does not speak of. Held against vLLM's reasoning/kimi_k2_reasoning_parser.py."""
 THINK_ANSWER = ReasoningForm(
     "<think>",
     "</think>",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
 from reprlib import repr as short
 from typing import Any
 
@@ -14,7 +15,7 @@ import msgspec
 
 from inferplane.dialogue.continuation import mark_last, truncate_at_mark
 from inferplane.dialogue.messages import normalize_messages
-from inferplane.dialogue.replies.call_rules import CallRules, demand_calls, read_generic, read_rules
+from inferplane.dialogue.replies.call_rules import CallRules, demand_calls, make_grammar, read_generic, read_rules
 from inferplane.dialogue.replies.calls import BareCall
 from inferplane.dialogue.replies.catalog import FORMS, find_form
 from inferplane.dialogue.replies.events import Arguments, CallStart, Event, Reasoning
@@ -25,7 +26,7 @@ from inferplane.dialogue.replies.parser import ReplyParser
 from inferplane.dialogue.tools import CallIds, join_calls
 from inferplane.engine.clients.chat_options import ChatOptions, template_variables
 from inferplane.engine.request.arguments import as_sampling_params, as_sampling_params_list
-from inferplane.engine.request.fields import ReasoningSpan
+from inferplane.engine.request.fields import ReasoningSpan, StructuralTag
 from inferplane.engine.request.other_engines import advice
 from inferplane.engine.request.params import SamplingParams, unknown_keyword
 from inferplane.engine.request.results import Delta, Result
@@ -82,6 +83,7 @@ class ChatPlan:
         reasoning_is_open: the prompt has begun the thought.
         num_earlier_calls: calls in the conversation.
         is_bare: the reply, or what follows its thought, is the arguments of the named function, without marks.
+        has_optional_tags: `params` have structural tags without which the reply is better than an error.
     """
 
     prompt: list[int]
@@ -91,6 +93,16 @@ class ChatPlan:
     reasoning_is_open: bool = False
     num_earlier_calls: int = 0
     is_bare: bool = False
+    has_optional_tags: bool = False
+
+    def without_refused_tags(self, compile: Callable[[SamplingParams], object]) -> ChatPlan:
+        """The plan itself; without its optional tags if the engine cannot enforce them, so that `compile` refuses."""
+        if self.has_optional_tags:
+            try:
+                compile(self.params)
+            except UsageError:
+                return replace(self, params=self.params.without_grammars, has_optional_tags=False)
+        return self
 
     def finish(self, result: Result) -> ChatResult:
         """The result of the conversation from that of its prompt."""
@@ -210,6 +222,10 @@ class ChatModel:
             params = replace(params, **(own or rules.constraint()))
             if dropped := dropped if own else set(unenforced):
                 warn(f"Keywords of the tools' schemas have no effect on the text: {', '.join(sorted(dropped))}.")
+        has_optional_tags = False
+        if rules.mode == "auto" and not params.needs_grammar:
+            params = _tag_calls(params, form, rules, self.tokenizer.special_tokens)
+            has_optional_tags = params.needs_grammar and not rules.is_strict
         is_generic = rules.is_forced and own is None
         if options.thinking_token_budget is not None and form.reasoning is None:
             raise UsageError(
@@ -230,7 +246,28 @@ class ChatModel:
         num_calls = sum(len(message.get("tool_calls") or ()) for message in conversation)
         ids = self.tokenizer.encode(text, special=False)
         is_bare = is_generic and rules.mode == "named"
-        return ChatPlan(ids, params, form, rules, is_open, num_calls, is_bare)
+        return ChatPlan(ids, params, form, rules, is_open, num_calls, is_bare, has_optional_tags)
+
+
+def _tag_calls(
+    params: SamplingParams, form: ReplyForm, rules: CallRules, special_tokens: Mapping[str, int]
+) -> SamplingParams:
+    """Parameters with the rule that a call follows once its mark is written: it is one of a tool that there is, with
+    arguments that fit. There is none for a form without a mark, and none that cannot be written.
+
+    Raises:
+        UsageError: a function is strict, and the rule cannot be written.
+    """
+    own = form.tools[0] if form.tools else None
+    if own is None or not own.trigger or find_spec("llguidance") is None:
+        return params
+    grammar = make_grammar(own, rules, special_tokens, is_triggered=True)
+    if not grammar and rules.is_strict:
+        raise UsageError(
+            "Strict functions cannot be enforced: no rule in the model's form fits their schemas in 64 KiB.",
+            remedy="leave strict out, or shorten the schemas",
+        )
+    return replace(params, structural_tags=(StructuralTag(own.trigger, grammar),)) if grammar else params
 
 
 def make_span(
@@ -344,6 +381,15 @@ async def stream_reply(
 
     plan = await asyncio.to_thread(make_plan)
     reader = ChatReader(plan)
-    async with aclosing(llm.generate(plan.prompt, plan.params, request_id, **options)) as pieces:
-        async for piece in pieces:
-            yield reader.read(piece)
+    tried = [plan.params, plan.params.without_grammars] if plan.has_optional_tags else [plan.params]
+    for i, one in enumerate(tried, 1):
+        begun = False
+        try:
+            async with aclosing(llm.generate(plan.prompt, one, request_id, **options)) as pieces:
+                async for piece in pieces:
+                    begun = True
+                    yield reader.read(piece)
+            return
+        except UsageError:
+            if begun or i == len(tried):
+                raise

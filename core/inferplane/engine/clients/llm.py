@@ -247,7 +247,7 @@ class LLM:
         chosen = ChatOptions.of("LLM.chat", options)
         model_type = str(self.files.config.get("model_type") or "")
         model = ChatModel(self.tokenizer, model_type, host().reply_forms())
-        return model.plan(messages, params, chosen)
+        return model.plan(messages, params, chosen).without_refused_tags(self.constraint)
 
     @check_keywords
     def logits(self, prompts: Sequence[Sequence[int]], *, chunk_tokens: int | None = None) -> list[torch.Tensor]:

@@ -50,13 +50,15 @@ class ToolPlan(CallRules):
 
 
 def plan_tools(request: ChatRequest) -> ToolPlan:
-    """Return what the tools of a request mean; raise ApiError 400 if `tool_choice` names a missing tool, or the
-    arguments of one are no object.
+    """Return what the tools of a request mean; raise ApiError 400 if `tool_choice` names a missing tool, two have one
+    name, or the arguments of one are no object.
     """
     tools: dict[str, Mapping[str, Any]] = {}
     custom: dict[str, GrammarFormat | None] = {}
     dropped, strict = set[str](), set[str]()
     for tool in request.tools or ():
+        if tool.name in tools:
+            raise invalid(f"tools: Two tools have the name {tool.name[:80]!r}.", "tools")
         if isinstance(tool, CustomTool):
             grammar = tool.custom.grammar
             custom[tool.name] = grammar

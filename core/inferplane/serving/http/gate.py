@@ -22,7 +22,7 @@ from inferplane.serving.http.fast_path import AdmissionFastPath, LoopPassLimiter
 from inferplane.serving.http.protocol import MAX_HEADER_BYTES, address_group
 from inferplane.serving.http.scope import CONTEXT, App, Message, Receive, RequestContext, Scope, Send
 from inferplane.serving.keys import AccessKey, Keys, host_check
-from inferplane.serving.kserve.names import error_body, find_json_length, is_infer_path
+from inferplane.serving.kserve.names import check_path, error_body, find_json_length, is_infer_path
 from inferplane.serving.rendering import encode_json
 from inferplane.serving.settings import ServerSettings
 from inferplane.serving.wire import ID_PATTERN
@@ -150,6 +150,7 @@ class GatedRequest:
             if gate.keys and self._context.key is None and not self._is_open():
                 raise ApiError(401, "The key is missing or wrong.", code="invalid_api_key")
             self._check_head()
+            check_path(scope["path"])
             takes_body = scope["path"] in gate.body_paths or is_infer_path(scope["path"])
             if scope["method"] != "POST" or not takes_body:
                 body = b""

@@ -214,6 +214,12 @@ async def _infer(service: Service, scope: Scope, body: bytes, model: str, versio
     given = await deadline.enforce(service.read(len(body), _read_inputs, request.inputs, tail, longest))
     parsing = requests.parse_infer_request(given, parameters, request.id or "", service, context.held)
     infer = await deadline.enforce(parsing)
+    if infer.demands_stream:  # as Triton refuses models that answer in pieces at this path
+        raise invalid(
+            "stream = true: an answer here is whole. Leave it out, or stream by gRPC (ModelStreamInfer) or at "
+            "/v1/chat/completions.",
+            "stream",
+        )
     deadline.shorten(infer.call.timeout_s)
     binary = {
         one: is_binary if form is None or form.binary_data is None else form.binary_data

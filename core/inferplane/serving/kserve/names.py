@@ -43,6 +43,12 @@ def is_kserve(path: str) -> bool:
     return path == ROOT or path.startswith(MODELS)
 
 
+def check_path(path: str) -> None:
+    """Raise ApiError 400 for a path of this protocol with a control character: no name has one."""
+    if is_kserve(path) and (found := next((c for c in path if ord(c) < 32 or 127 <= ord(c) < 160), None)):
+        raise invalid(f"The path has the control character U+{ord(found):04X}.", "path")
+
+
 def error_body(error: ApiError, path: str) -> dict[str, Any]:
     """Return the JSON of an error in the form of its path: KServe's is a text, all others' OpenAI's object."""
     if not is_kserve(path):

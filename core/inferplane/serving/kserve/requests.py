@@ -77,11 +77,13 @@ class InferCall:
         call: the call that it makes.
         rendering: of its answer.
         stream: answer piece by piece; False: all at once, also on a stream.
+        demands_stream: the request says so itself.
     """
 
     call: GenerateCall
     rendering: TensorRendering
     stream: bool = True
+    demands_stream: bool = False
 
 
 class NativeTensors:
@@ -203,7 +205,9 @@ async def _native(given: Any, request_id: str, service: Service, timeout_s: floa
     service.count_ignored(parsed)
     deadline = Deadline(service.settings.request_timeout_s, parsed.timeout)
     call = await deadline.enforce(native.build_call(parsed, service.ready_model, service.settings.native_text))
-    return InferCall(replace(call, deadline=deadline), NativeTensors(parsed, request_id))
+    return InferCall(
+        replace(call, deadline=deadline), NativeTensors(parsed, request_id), demands_stream=parsed.stream is True
+    )
 
 
 def _parse_typed(given: Mapping[str, list[Any]], parameters: Mapping[str, Any], request_id: str) -> InferCall:
@@ -242,7 +246,7 @@ def _parse_typed(given: Mapping[str, list[Any]], parameters: Mapping[str, Any], 
     )
     if typed.n not in (None, 1):
         raise invalid("n is 1 here; send several requests on the stream.", "n")
-    return InferCall(call, TypedTensors(typed), stream=typed.stream is not False)
+    return InferCall(call, TypedTensors(typed), stream=typed.stream is not False, demands_stream=typed.stream is True)
 
 
 def _parse_value(value: Any) -> Any:

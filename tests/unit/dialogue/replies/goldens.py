@@ -189,6 +189,15 @@ GOLDENS = [
         calls=(PLACE,),
         ids=("functions.find_town:4",),
     ),
+    # K2.5 calls in the middle of a thought.
+    Golden(
+        "kimi_k2",
+        f"<think>{THOUGHT}<|tool_calls_section_begin|><|tool_call_begin|>functions.find_town:0"
+        f"<|tool_call_argument_begin|>{J_ULM}<|tool_call_end|><|tool_calls_section_end|>",
+        THOUGHT,
+        calls=(ULM,),
+        ids=("functions.find_town:0",),
+    ),
     Golden("kimi", "◁think▷Hm.\n◁/think▷No.", "Hm.", "No."),
     Golden(
         "mistral",

@@ -247,3 +247,30 @@ def test_a_prompt_may_begin_the_thought_with_another_mark():
 def test_escapes_of_texts_in_python(text, value, size):
     _, arguments = parse(form("none", "pythonic"), f'[get(s="{text}")]', size)
     assert json.loads(arguments.text) == {"s": value}
+
+
+@pytest.mark.parametrize(
+    ("between", "tools"),
+    [
+        ("<|tool_calls_section_begin|> is its mark.", True),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>functions.no:0<|tool_call_argument_begin|>{}", True),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>functions.get:0<|tool_call_argument_begin|>{}", False),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 5, 400])
+def test_what_is_no_call_stays_in_the_thought(between, tools, size):
+    """Also where a call would end the thought: in Kimi's replies."""
+    text = f"<think>A {between} B</think>C"
+    parser = ReplyParser(form("kimi_k2", "kimi_k2"), TOOLS if tools else None)
+    events = [e for i in range(0, len(text), size) for e in parser.feed(text[i : i + size])] + parser.end()
+    assert join_events(events) == [Reasoning(f"A {between} B"), Content("C")]
+
+
+@pytest.mark.parametrize("size", [1, 5, 400])
+def test_a_call_ends_the_thought_and_the_mark_of_its_end_is_no_content(size):
+    """As Kimi K2.5 writes it now and then."""
+    section = "<|tool_calls_section_begin|><|tool_call_begin|>functions.get:0<|tool_call_argument_begin|>{}"
+    text = f"<think>A\n{section}<|tool_call_end|><|tool_calls_section_end|>\n</think>\nC"
+    parser = ReplyParser(form("kimi_k2", "kimi_k2"), TOOLS)
+    events = [e for i in range(0, len(text), size) for e in parser.feed(text[i : i + size])] + parser.end()
+    assert join_events(events) == [Reasoning("A"), *call("get", "{}", call_id="functions.get:0"), Content("C")]
