@@ -1,4 +1,4 @@
-"""Show what a name stands for, where the model lies, its commit and its files; or what a GGUF file holds.
+"""Show what a name stands for, where the model lies, its commit and its files; or what a folder or a GGUF file holds.
 
 Of a model that is not in the cache, the hub says what a download would bring; nothing is downloaded.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from inferplane.cli.arguments import Parser, add_json, add_offline
 from inferplane.cli.screen import Screen
 from inferplane.cli.verbs.pull import add_name, as_name
+from inferplane.errors import UsageError
 from inferplane.hub import HubSettings, ModelName, find
 from inferplane.hub.cache import CachedSnapshot, RepositoryCache
 from inferplane.hub.names import HUGGING_FACE, MODELSCOPE, PYPI
@@ -36,7 +37,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, screen: Screen) -> int:
     """Look up and print."""
-    data = _describe_file(Path(args.name).expanduser()) or _describe_name(args.name, screen)
+    path = Path(args.name).expanduser()
+    data = _describe_file(path) or _describe_folder(path) or _describe_name(args.name, screen)
     if args.json:
         screen.facts({"schema": SCHEMA, **data})
     else:
@@ -86,6 +88,29 @@ def _describe_file(path: Path) -> dict[str, Any]:
         "architecture": str(model.entries["architectures"][0]),
         "types": dict(types.most_common()),
     }
+
+
+def _describe_folder(path: Path) -> dict[str, Any]:
+    """What a model's folder holds, those of an export's ranks included; empty if the path is none.
+
+    Raises:
+        UsageError: it is the folder of no model.
+    """
+    if not path.is_dir():
+        return {}
+    snapshot = CachedSnapshot(path, "")
+    if not snapshot.has_config:
+        raise UsageError(
+            f"{path} is no folder of a model.",
+            there_is="models in folders with a config.json, and GGUF files",
+            remedy="name one of these, or a model of a hub (`inferplane list --names`)",
+        )
+    inner = (file for folder in sorted(path.glob("rank_*")) for file in sorted(folder.iterdir()))
+    files = {
+        str(file.relative_to(path)): file.stat().st_size for file in (*sorted(path.iterdir()), *inner) if file.is_file()
+    }
+    found: dict[str, Any] = {"model": str(path), "license": "", "gated": None, "commit": "", "folder": str(path)}
+    return {**found, "whole": True, "files": files, "architecture": _architecture(snapshot)}
 
 
 def _snapshot(name: ModelName) -> CachedSnapshot | None:

@@ -119,3 +119,19 @@ def test_the_served_name_is_the_users(hub, monkeypatch):
     assert locate_models(ServerSettings(), {}) == ServerSettings()
     monkeypatch.setenv("INFERPLANE_OFFLINE", "")
     assert locate_models(ServerSettings(model="hf:org/demo", offline=True), {}).model == found.model
+
+
+def test_show_of_a_folder(cli, tmp_path):
+    """A name of a folder means the folder, as for every verb; files of an export's ranks are among its files."""
+    (tmp_path / "rank_0").mkdir()
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    (tmp_path / "rank_0" / "layout.json").write_text("{}")
+    code, out, err = cli("show", str(tmp_path), "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["files"] == {"config.json": 39, "rank_0/layout.json": 2} and found["whole"] is True
+    assert (found["folder"], found["architecture"]) == (str(tmp_path), "LlamaForCausalLM")
+    code, out, _ = cli("show", str(tmp_path))
+    assert code == 0 and "LlamaForCausalLM" in out and "rank_0/layout.json  2 B" in out
+    code, out, err = cli("show", str(tmp_path / "rank_0"))
+    assert code == 2 and not out and "rank_0 is no folder of a model" in " ".join(err.split())
