@@ -155,9 +155,8 @@ class _LayerCalibration:
         format = self.formats[keys[0].weight]
         weight = torch.cat([self._matrix(key) for key in keys])
         inputs = max((self.inputs[key] for key in keys), key=lambda found: found.rows)
-        channels = Channels(weight, inputs, format, self.calibrator.quants.get(format), self.calibrator.seed)
-        columns: torch.Tensor = scale_of.run(channels)  # type: ignore[arg-type, assignment]
-        return fold.gather(columns)
+        channels = Channels(weight, inputs, format, self.calibrator.quants.get(format), self.calibrator.seed, fold)
+        return scale_of.run(channels)  # type: ignore[arg-type, return-value]
 
     def _matrix(self, key: ProductKey) -> torch.Tensor:
         value = self.values[key.weight]

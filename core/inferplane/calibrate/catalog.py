@@ -47,8 +47,7 @@ def make_smoothquant() -> Method:
     """SmoothQuant with the exponent that has the smallest error."""
 
     def run(channels: Channels) -> torch.Tensor:
-        inputs = channels.inputs
-        return search_smooth(inputs.sample, channels.weight, inputs.largest, channels.format, channels.quant)
+        return search_smooth(channels.trial(), channels.act_max(), channels.weight_max())
 
     return Method("scale", run, "SmoothQuant, arXiv 2211.10438, with a searched exponent")
 
@@ -57,8 +56,7 @@ def make_pss() -> Method:
     """Piecewise smooth search."""
 
     def run(channels: Channels) -> torch.Tensor:
-        inputs = channels.inputs
-        return pss(inputs.sample, channels.weight, inputs.largest, channels.format, channels.quant, seed=channels.seed)
+        return pss(channels.trial(), channels.act_max(), channels.weight_max(), seed=channels.seed)
 
     return Method("scale", run, "piecewise smooth search")
 
@@ -67,7 +65,7 @@ def make_awq() -> Method:
     """AWQ's scales."""
 
     def run(channels: Channels) -> torch.Tensor:
-        return awq(channels.inputs.sample, channels.weight, channels.inputs.mean, channels.format)
+        return awq(channels.trial(quantizes_inputs=False), channels.act_mean())
 
     return Method("scale", run, "AWQ, arXiv 2306.00978")
 

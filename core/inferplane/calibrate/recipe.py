@@ -8,6 +8,8 @@ from typing import Literal
 
 import torch
 
+from inferplane.calibrate.folds import Fold
+from inferplane.calibrate.methods.smoothing import Trial
 from inferplane.calibrate.observe import Inputs
 from inferplane.errors import UsageError
 from inferplane.types import ActivationQuant, QTensor
@@ -23,6 +25,7 @@ class Channels:
         format: of the weight.
         quant: of the activations; None: they are not quantized.
         seed: of anything random.
+        fold: which columns are one channel.
     """
 
     weight: torch.Tensor
@@ -30,6 +33,24 @@ class Channels:
     format: str
     quant: ActivationQuant | None
     seed: int
+    fold: Fold
+
+    def act_max(self) -> torch.Tensor:
+        """Largest magnitude of each channel's inputs, `[C]`."""
+        return self.fold.gather(self.inputs.largest)
+
+    def act_mean(self) -> torch.Tensor:
+        """Mean magnitude of each channel's inputs, `[C]`; the largest one where several columns are one channel."""
+        return self.fold.gather(self.inputs.mean)
+
+    def weight_max(self) -> torch.Tensor:
+        """Largest magnitude of each channel's weights, `[C]`."""
+        return self.fold.gather(self.weight.abs().amax(0))
+
+    def trial(self, *, quantizes_inputs: bool = True) -> Trial:
+        """Measures what quantization with a scale `[C]` costs."""
+        quant = self.quant if quantizes_inputs else None
+        return Trial(self.inputs.sample, self.weight, self.format, quant, self.fold.spread)
 
 
 @dataclass(frozen=True)
@@ -50,7 +71,7 @@ class WeightToRound:
 
 
 Scale = Callable[[Channels], torch.Tensor]
-"""Gives the scale of channels, `[K]`, positive."""
+"""Gives the scale of channels, `[C]`, positive."""
 Round = Callable[[WeightToRound], QTensor]
 """Rounds a weight to its format."""
 

@@ -30,8 +30,7 @@ from tests.families.cases import CASES, make
 
 
 def smooth(channels):
-    largest = channels.inputs.largest.clamp_min(1e-5)
-    return (largest / channels.weight.abs().amax(0).clamp_min(1e-5)).sqrt().clamp(1e-3, 1e3)
+    return (channels.act_max().clamp_min(1e-5) / channels.weight_max().clamp_min(1e-5)).sqrt().clamp(1e-3, 1e3)
 
 
 METHODS = {

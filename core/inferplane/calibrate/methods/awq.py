@@ -13,18 +13,17 @@ STEPS = 20
 LEAST = 1e-4
 
 
-def awq(x: torch.Tensor, weight: torch.Tensor, act_mean: torch.Tensor, format: str) -> torch.Tensor:
+def awq(trial: Trial, act_mean: torch.Tensor) -> torch.Tensor:
     """The scale `act_mean^r`, divided by the root of its smallest and largest entry, with the r from 0 to 0.95 that has
     the smallest error; 1 if none is better than that.
 
     Args:
-        x: some inputs, `[T, K]`. weight: `[N, K]`. act_mean: mean magnitudes of all inputs, `[K]`.
-        format: of the weight.
+        trial: measures a scale.
+        act_mean: mean magnitudes of each channel's inputs, `[C]`.
 
     Returns:
-        `[K]`, positive.
+        `[C]`, positive.
     """
-    trial = Trial(x, weight, format, None)
     best = torch.ones_like(act_mean)
     least = trial.loss(best)
     for step in range(STEPS):

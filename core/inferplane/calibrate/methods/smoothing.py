@@ -9,7 +9,7 @@ Source: SmoothQuant, Xiao et al., arXiv 2211.10438. Piecewise smooth search as P
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 
 import torch
@@ -22,6 +22,7 @@ EXPONENTS = tuple(i / 100 for i in range(20, 81))
 """Shares of the inputs' range in a scale that piecewise search tries."""
 CONSTANTS = tuple(1 + i / 2 for i in range(9))
 """Scales of all channels of a piece that it tries: 1 to 5."""
+Spread = Callable[[torch.Tensor], torch.Tensor]
 ROWS = 512
 """Most rows of inputs that a candidate is tried on."""
 
@@ -45,30 +46,37 @@ class Trial:
         x: some inputs, `[T, K]`.
         weight: `[N, K]`. format: that it is rounded to.
         quant: of the inputs; None: they are not quantized.
+        spread: from a number a channel to one a column, where several columns are one channel; None: each is one.
     """
 
-    def __init__(self, x: torch.Tensor, weight: torch.Tensor, format: str, quant: ActivationQuant | None) -> None:
+    def __init__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        format: str,
+        quant: ActivationQuant | None,
+        spread: Spread | None = None,
+    ) -> None:
         every = max(1, len(x) // ROWS)
+        self.spread = spread
         self.x, self.weight, self.format, self.quant = x[::every][:ROWS], weight, format, quant
         self.expected = self.x @ weight.T
 
     def loss(self, scale: torch.Tensor) -> float:
-        """Mean squared error of the products."""
+        """Mean squared error of the products with a scale of channels."""
+        scale = scale if self.spread is None else self.spread(scale)
         rounded = round_to_nearest(self.weight * scale, self.format).dequantize()
         got = fake_quantize(self.x / scale, self.quant) @ rounded.T
         return (got - self.expected).square().mean().item()
 
 
-def search_smooth(
-    x: torch.Tensor, weight: torch.Tensor, act_max: torch.Tensor, format: str, quant: ActivationQuant | None
-) -> torch.Tensor:
+def search_smooth(trial: Trial, act_max: torch.Tensor, weight_max: torch.Tensor) -> torch.Tensor:
     """SmoothQuant's scale with the exponent that has the smallest error, or 1 if none is better than that.
 
     Args:
-        x: some inputs, `[T, K]`. weight: `[N, K]`. act_max: largest magnitudes of all inputs, `[K]`.
-        format: of the weight. quant: of the inputs.
+        trial: measures a scale.
+        act_max, weight_max: largest magnitudes of each channel, `[C]`.
     """
-    trial, weight_max = Trial(x, weight, format, quant), weight.abs().amax(0)
     best = torch.ones_like(act_max)
     least = trial.loss(best)
     for i in range(21):
@@ -79,14 +87,7 @@ def search_smooth(
 
 
 def pss(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    act_max: torch.Tensor,
-    format: str,
-    quant: ActivationQuant | None,
-    *,
-    pieces: int = 3,
-    seed: int = 0,
+    trial: Trial, act_max: torch.Tensor, weight_max: torch.Tensor, *, pieces: int = 3, seed: int = 0
 ) -> torch.Tensor:
     """Piecewise smooth search: channels are grouped by their inputs' range, and each group gets the scale that is best
     beside those of the others.
@@ -95,16 +96,15 @@ def pss(
     best for all channels as one; each group's scale replaces it.
 
     Args:
-        x: some inputs, `[T, K]`. weight: `[N, K]`. act_max: largest magnitudes of all inputs, `[K]`.
-        format: of the weight. quant: of the inputs.
+        trial: measures a scale.
+        act_max, weight_max: largest magnitudes of each channel, `[C]`.
         pieces: most groups.
         seed: of the grouping.
 
     Returns:
-        The scale `[K]`; 1 where nothing was better.
+        The scale `[C]`; 1 where nothing was better.
     """
-    trial = Trial(x, weight, format, quant)
-    candidates = [torch.ones_like(act_max), *_list_candidates(act_max, weight.abs().amax(0))]
+    candidates = [torch.ones_like(act_max), *_list_candidates(act_max, weight_max)]
     whole = _search_pieces(trial, candidates, [torch.ones_like(act_max, dtype=torch.bool)], candidates[0])
     found = [whole]
     for count in range(2, pieces + 1):

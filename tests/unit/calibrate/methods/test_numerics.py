@@ -124,16 +124,20 @@ def outliers(seed=0):
     return x * size, weight
 
 
+def trial_of(x, weight):
+    return smoothing.Trial(x, weight, "int8_row", INT8)
+
+
 def smooth_loss(x, weight, scale):
-    return smoothing.Trial(x, weight, "int8_row", INT8).loss(scale)
+    return trial_of(x, weight).loss(scale)
 
 
 def test_piecewise_search_beats_one_exponent_beats_none():
     for seed in range(3):
         x, weight = outliers(10 * seed)
         largest = x.abs().amax(0)
-        one = search_smooth(x, weight, largest, "int8_row", INT8)
-        piecewise = pss(x, weight, largest, "int8_row", INT8)
+        one = search_smooth(trial_of(x, weight), largest, weight.abs().amax(0))
+        piecewise = pss(trial_of(x, weight), largest, weight.abs().amax(0))
         losses = [smooth_loss(x, weight, scale) for scale in (piecewise, one, torch.ones(96))]
         assert losses[0] < 0.99 * losses[1] and losses[1] < 0.5 * losses[2]
 
@@ -141,7 +145,7 @@ def test_piecewise_search_beats_one_exponent_beats_none():
 def test_smoothing_changes_no_product():
     x, weight = outliers()
     for scale in (
-        pss(x, weight, x.abs().amax(0), "int8_row", INT8),
+        pss(trial_of(x, weight), x.abs().amax(0), weight.abs().amax(0)),
         smoothquant(x.abs().amax(0), weight.abs().amax(0)),
     ):
         assert ((x / scale) @ (weight * scale).T - x @ weight.T).abs().max() <= 1e-5 * (x @ weight.T).abs().max()
@@ -152,7 +156,7 @@ def test_smoothing_changes_no_product():
 def test_scales_of_several_searches_do_not_add_up():
     """Each channel's scale is one of the candidates, as it would not be if a search went on from the one before."""
     x, weight = outliers()
-    scale = pss(x, weight, x.abs().amax(0), "int8_row", INT8, pieces=4)
+    scale = pss(trial_of(x, weight), x.abs().amax(0), weight.abs().amax(0), pieces=4)
     candidates = torch.stack(list(smoothing._list_candidates(x.abs().amax(0), weight.abs().amax(0))))
     assert ((scale == candidates) | (scale == 1)).any(0).all() and len(scale.unique()) > 3
 
@@ -174,9 +178,9 @@ def test_groups_of_channels():
 
 def test_awq_protects_channels_with_large_inputs():
     x, weight = outliers()
-    scale = awq(x, weight, x.abs().mean(0), "int4_group32")
-    assert scale[0] > 3 * scale[2] and scale.min() > 0
     trial = smoothing.Trial(x, weight, "int4_group32", None)
+    scale = awq(trial, x.abs().mean(0))
+    assert scale[0] > 3 * scale[2] and scale.min() > 0
     assert trial.loss(scale) < 0.7 * trial.loss(torch.ones(96))
 
 
@@ -195,3 +199,13 @@ def test_hessian_follows_its_inputs():
     assert torch.allclose(hessian.total, hessian_of(x / scale).total, rtol=1e-4, atol=1e-3)
     hessian.include(hessian_of(x), 0.5)
     assert hessian.rows == 150
+
+
+def test_columns_that_are_one_channel_share_its_scale():
+    """As those of query heads that read the values of one head."""
+    x, weight = outliers()
+    x, weight = torch.cat((x, x.flip(0)), 1), torch.cat((weight, weight.flip(0)), 1)
+    trial = smoothing.Trial(x, weight, "int8_row", INT8, lambda scale: scale.repeat(2))
+    act_max, weight_max = x.abs().amax(0)[:96], weight.abs().amax(0)[:96]
+    for scale in (search_smooth(trial, act_max, weight_max), pss(trial, act_max, weight_max)):
+        assert scale.shape == (96,) and trial.loss(scale) < 0.5 * trial.loss(torch.ones(96))
