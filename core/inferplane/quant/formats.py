@@ -144,7 +144,7 @@ def read_integers(source: TensorSource, name: str, shard: Shard, *, format: str)
     return q.shard(shard.axis, first, last)
 
 
-INTEGERS = ("int8_row", "int8_group", "int4_row", "int4_group", "int4_group64", "int4_group32")
+INTEGERS = ("int8_row", "int8_group", "int8_group32", "int4_row", "int4_group", "int4_group64", "int4_group32")
 """Formats of integers that checkpoints have."""
 
 READERS: Mapping[str, FormatReader] = {

@@ -38,7 +38,8 @@ GROUPS = {(8, 0): "int8_row", (8, 128): "int8_group", (4, 0): "int4_row"} | {
 }
 """Integer weight formats by bits and the number of columns that share a scale; 0: the whole row."""
 WIDER = {"int4_group": "int8_group", "int4_row": "int8_row"}
-"""Formats for 4-bit entries with zero points: after subtracting the zero point they are -15 to 15."""
+WIDER |= dict.fromkeys(("int4_group32", "int4_group64"), "int8_group32")
+"""Formats for 4-bit entries with zero points, which are -15 to 15 from it. Scales of 64 columns are read as two."""
 INT8 = ("int", 8)
 DENSE = ("pack-quantized", "int-quantized", "naive-quantized", None)
 """Integer formats of compressed-tensors that can be read; others drop entries, or reorder them for a kernel."""
@@ -150,7 +151,7 @@ def read_quant_config(
             "with FP8 weights in blocks of [128, 128] or with a scale a tensor or channel, or with integers of 4 or "
             "8 bits, or nvfp4, mxfp4, mxfp8; 'gptq' of 4 or 8 bits; 'awq' (gemm) of 4; 'modelopt' of FP8, NVFP4, "
             "W4A16_NVFP4, MXFP4, MXFP8. Integers have a scale a row or 128 "
-            f"columns, symmetric ones of 4 bits also 64 or 32; those of 8 bits are symmetric; 'mxfp4' as gpt-oss has "
+            f"columns, those of 4 bits also 64 or 32; those of 8 bits are symmetric; 'mxfp4' as gpt-oss has "
             f"it{of_plugins}",
             remedy="load an unquantized checkpoint, or add a plugin that registers the format",
         )
@@ -263,11 +264,10 @@ def _integers(method: str, bits: Any, group: Any, symmetric: Any, *, less_one: b
     format = GROUPS.get((bits, columns)) if columns or group != 0 else None
     if format is not None and not symmetric:
         format = WIDER.get(format)
-    return (
-        None
-        if format is None
-        else QuantScheme(format, packed=IntegerPacking(method, bits, columns, bool(symmetric), less_one))
-    )
+    if format is None:
+        return None
+    repeats = columns // (FORMATS[format][2][1] or columns or 1) or 1
+    return QuantScheme(format, packed=IntegerPacking(method, bits, columns, bool(symmetric), less_one, repeats))
 
 
 def _gptq(settings: Mapping[str, Any]) -> QuantScheme | None:

@@ -27,6 +27,7 @@ class IntegerPacking:
         group: columns that share a scale; 0: the whole row.
         symmetric: the zero point is the middle of the range, and stored zero points are ignored.
         less_one: stored zero points are 1 too small (GPTQ, except its format "gptq_v2").
+        scale_repeats: how many times each scale is shown, for a format of narrower groups.
 
     Source: the published layouts of GPTQ's and AWQ's checkpoints, and of compressed-tensors' "pack-quantized".
     """
@@ -36,6 +37,7 @@ class IntegerPacking:
     group: int
     symmetric: bool = True
     less_one: bool = False
+    scale_repeats: int = 1
 
     @property
     def suffix(self) -> str:
@@ -88,25 +90,32 @@ class UnpackedSource:
         """See `TensorSource.shape`."""
         if module := self._module(name, WEIGHT):
             return self._shape(module)
-        if self._transposed and (module := self._module(name, SCALE)):
-            found = self.source.shape(f"{module}.scales")
-            return None if found is None else tuple(reversed(found))
+        if self._makes_scales and (module := self._module(name, SCALE)):
+            found = self.source.shape(self._scale_name(module))
+            if found is None or len(found) != 2:
+                return found
+            n, groups = tuple(reversed(found)) if self._transposed else found
+            return n, self._count_scales(module, groups)
         return self.source.shape(name)
 
     def dtype(self, name: str) -> torch.dtype | None:
         """See `TensorSource.dtype`."""
         if self._module(name, WEIGHT):
             return torch.int8
-        if self._transposed and (module := self._module(name, SCALE)):
-            return self.source.dtype(f"{module}.scales")
+        if self._makes_scales and (module := self._module(name, SCALE)):
+            return self.source.dtype(self._scale_name(module))
         return self.source.dtype(name)
 
     def read_into(self, name: str, out: torch.Tensor, shard: Shard) -> None:
         """See `TensorSource.read_into`."""
         if module := self._module(name, WEIGHT):
             values = self._values(module)
-        elif self._transposed and (module := self._module(name, SCALE)):
-            values = self._read(f"{module}.scales", out.dtype).t()
+        elif self._makes_scales and (module := self._module(name, SCALE)):
+            values = self._read(self._scale_name(module), out.dtype)
+            values = values.t() if self._transposed else values
+            if self.packed.scale_repeats > 1:
+                count = self._count_scales(module, values.shape[1])
+                values = values.repeat_interleave(self.packed.scale_repeats, 1)[:, :count]
         else:
             return self.source.read_into(name, out, shard)
         if not shard.is_whole:
@@ -121,6 +130,21 @@ class UnpackedSource:
     def _transposed(self) -> bool:
         """Whether the stored dimension of inputs comes before that of outputs."""
         return self.packed.method != "compressed-tensors"
+
+    @property
+    def _makes_scales(self) -> bool:
+        """Whether scales are shown in another form than they are stored in."""
+        return self._transposed or self.packed.scale_repeats > 1
+
+    def _scale_name(self, module: str) -> str:
+        return f"{module}.scales" if self._transposed else module + SCALE
+
+    def _count_scales(self, module: str, groups: int) -> int:
+        """Scales of a row that are shown where so many are stored: the last group of columns may be partial."""
+        repeats = self.packed.scale_repeats
+        if repeats == 1:
+            return groups
+        return min(groups * repeats, -(-self._shape(module)[1] // (self.packed.group // repeats)))
 
     def _module(self, name: str, suffix: str) -> str:
         """The module whose unpacked tensor has this name; empty if there is none."""
