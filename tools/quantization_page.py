@@ -59,9 +59,14 @@ REASONS: Mapping[tuple[str, str, str], str] = {
     ("cpu", "mla", "fp8"): _CPU_FP8,
     ("npu", "linear", "fp8"): "npu_quant_matmul takes FP8 on the 950 alone",
     ("npu", "moe_experts", "fp8"): "npu_grouped_matmul takes FP8 on the 950 alone, and that form is not bound",
-    ("npu", "attention", "int8"): "npu_fused_infer_attention_score reads int8 with scales of its own layout; not bound",
-    ("npu", "mla", "int8"): "npu_fused_infer_attention_score with latents in int8 is not bound",
-    ("npu", "cache", "fp8"): "npu_fused_infer_attention_score's FP8 cache, of the 950, is not bound",
+    ("npu", "mla", "int8"): "npu_fused_infer_attention_score_v2 reads int8 latents with one scale a layer, in NZ, "
+    "beside int8 queries (op-plugin at 517f2e7d); the cache here has a scale for 64 entries of each token",
+    (
+        "npu",
+        "cache",
+        "fp8",
+    ): "the page of npu_fused_infer_attention_score names caches in int8 and, on the 950, int4, none "
+    "in FP8 (op-plugin at 09fca6f6)",
     ("dcu", "linear", "int8"): _DCU_INT8,
     ("dcu", "lm_head", "int8"): _DCU_INT8,
     ("dcu", "moe_experts", "int8"): "lightop's moe_gemm_marlin_w8a8, int8 by int8, is not bound",

@@ -101,7 +101,16 @@ def test_experts(device, scheme, kernel):
     assert chosen(runner, "moe_experts") == {kernel} and not runner.plan.dequantized
 
 
-@pytest.mark.parametrize("device", ["npu", "gcu", "xpu:kunlun"])
+@pytest.mark.parametrize("arch", ["910b", "910_93", "950"])
+def test_a_cache_in_int8_on_the_npu(arch):
+    """The vendor's own layout, with a scale a token and head, and its attention, for prompts and tokens."""
+    runner = plan("npu", arch=arch, kv_cache_dtype="int8", strict=True)
+    assert chosen(runner, "attention") == {"torch_npu:attention_int8"}
+    assert chosen(runner, "kv_write") == {"torch_npu:kv_write_int8"}
+    assert {layout.name for layout in runner.plan.layouts.values()} == {"npu_nd_128_int8"}
+
+
+@pytest.mark.parametrize("device", ["gcu", "xpu:kunlun"])
 def test_a_cache_that_no_kernel_reads_is_marked(device):
     runner = plan(device, kv_cache_dtype="int8")
     data = runner.explain()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,19 +25,27 @@ PERSISTENT = ("ids", "positions", "slots", "query_start", "seq_lens", "block_tab
 
 
 def attend(
-    batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, heads_first: bool = False, **call: Any
+    batch: Batch,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    heads_first: bool = False,
+    by_token: bool = False,
+    **call: Any,
 ) -> torch.Tensor:
     """Call npu_fused_infer_attention_score; for a batch whose step is being captured, add the call to its graph.
 
     Args:
         batch: the step.
-        q: `[T, H, D]`. k, v: as the call's layout wants them.
-        heads_first: the result is `[H, T, D]`, not `[T, H, D]`.
+        q: `[T, H, D]`, or `[T, 1, H, D]` in BSND. k, v: as the call's layout wants them.
+        heads_first: the result is `[H, T, D]`, not of the shape of `q`.
+        by_token: each token is a sequence of its own (`lengths_by_token`), not one of several of a sequence.
         call: keyword arguments of the operator.
     """
     recorder = recorder_of(batch)
     if recorder is not None:
-        return recorder.attend(q, k, v, heads_first, call)
+        return recorder.attend(q, k, v, heads_first, by_token, call)
     return npu.npu_fused_infer_attention_score(q, k, v, **call)[0]
 
 
@@ -49,6 +58,7 @@ class Task:
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     call: dict[str, Any]
     results: list[torch.Tensor]
+    by_token: bool
 
 
 @dataclass
@@ -65,7 +75,7 @@ class Recorder:
     workspaces: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads_first: bool, call: dict[str, Any]
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads_first: bool, by_token: bool, call: dict[str, Any]
     ) -> torch.Tensor:
         """Add one call of attention to the graph, with tensors for its results."""
         shape = (q.shape[1], q.shape[0], v.shape[-1]) if heads_first else q.shape
@@ -81,14 +91,17 @@ class Recorder:
         self.runtime.graph_task_group_begin(stream)
         npu.npu_fused_infer_attention_score.out(q, k, v, **call, out=results)
         handle = self.runtime.graph_task_group_end(stream)
-        self.tasks.append(Task(handle, event, (q, k, v), call, results))
+        self.tasks.append(Task(handle, event, (q, k, v), call, results, by_token))
         return results[0]
 
-    def update(self, stream: Any, lengths: dict[str, list[int]]) -> None:
+    def update(self, stream: Any, lens: HostLens) -> None:
         """Give every task its lengths, in order, and release it."""
+        lengths = {
+            form: lengths_by_token(lens) if form else lengths_of(lens) for form in {t.by_token for t in self.tasks}
+        }
         with self.runtime.stream(stream):
             for task in self.tasks:
-                task.call.update(lengths)
+                task.call.update(lengths[task.by_token])
                 self.runtime.graph_task_update_begin(stream, task.handle)
                 npu.npu_fused_infer_attention_score.out(*task.tensors, **task.call, out=task.results)
                 self.runtime.graph_task_update_end(stream)
@@ -150,7 +163,7 @@ class UpdatableGraph:
                     raise UsageError(f"Block tables {list(given.shape)} do not fit the captured {list(own.shape)}.")
                 own = own[:, : given.shape[1]]
             own.copy_(given)
-        self.recorder.update(self.side, lengths_of(batch.lens()))
+        self.recorder.update(self.side, batch.lens())
 
     def replay(self) -> Any:
         """Run the graph; returns what the captured step returned, refilled."""
@@ -163,8 +176,16 @@ def lengths_of(lens: HostLens) -> dict[str, list[int]]:
     return dict(zip(LENGTHS, (list(lens.query_start[1:]), [max(1, n) for n in lens.seq_lens])))
 
 
+def lengths_by_token(lens: HostLens) -> dict[str, list[int]]:
+    """The list that attention is called with where each token is a sequence of its own that ends with it: lengths in
+    tokens, 1 for a padded one. Lengths of queries mean nothing then.
+    """
+    sequences = zip(pairwise(lens.query_start), lens.seq_lens, strict=True)
+    return {LENGTHS[1]: [max(1, n - behind) for (a, b), n in sequences for behind in range(b - a - 1, -1, -1)]}
+
+
 def _rows(batch: Batch) -> str:
     return f"{batch.tokens} rows of {batch.seq_lens.shape[0]} sequences"
 
 
-__all__ = ["Recorder", "UpdatableGraph", "attend", "lengths_of", "recorder_of"]
+__all__ = ["Recorder", "UpdatableGraph", "attend", "lengths_by_token", "lengths_of", "recorder_of"]

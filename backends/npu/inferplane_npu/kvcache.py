@@ -4,6 +4,7 @@
 |---|---|---|
 | npu_nd_128 | K and V | K `[B + 1, 128, G, D]`, V `[B + 1, 128, G, Dv]` |
 | npu_nz_128 | K and V, on the 310P | K `[B + 1, G D / 16, 128, 16]`, V likewise |
+| npu_nd_128_int8 | K and V in int8 | K `[B + 1, 128, G, D]`, its scales `[B + 1, G, 128]`, V likewise |
 | npu_latent_nd_128 | latents of 512 + 64 | latent `[B + 1, 128, 1, 512]`, rotated key `[B + 1, 128, 1, 64]` |
 | npu_latent_nz_128 | latents of 512 + 64 | latent `[B + 1, 32, 128, 16]`, rotated key `[B + 1, 4, 128, 16]` |
 
@@ -13,12 +14,17 @@ spare block, which no block table names.
 The rotated key of a latent is stored with its even entries first and its odd ones behind, as the vendor's fused write
 leaves it (npu_kv_rmsnorm_rope_cache); `read` gives it in canonical order.
 
-Source: pages of npu_scatter_pa_kv_cache, npu_kv_rmsnorm_rope_cache and npu_fused_infer_attention_score (op-plugin at
-517f2e7d); vllm-ascend at 182b75ea, attention_v1.py, _310p/attention/attention_v1.py, and _310p/model_runner_310p.py,
-which makes the 310P's caches in the NZ format.
+An int8 entry is its token's and head's scale times an integer, as the mode "pertoken, perhead, page attention" of the
+vendor's attention reads it.
+
+Source: pages of npu_scatter_pa_kv_cache, npu_kv_rmsnorm_rope_cache, npu_fused_infer_attention_score and its v2
+(op-plugin at 517f2e7d); vllm-ascend at 182b75ea, attention_v1.py, _310p/attention/attention_v1.py, and
+_310p/model_runner_310p.py, which makes the 310P's caches in the NZ format.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -39,6 +45,15 @@ FRACTAL_NZ = 29
 """ACL's number of the NZ format."""
 
 ND_128, NZ_128, LATENT_ND_128, LATENT_NZ_128 = "npu_nd_128", "npu_nz_128", "npu_latent_nd_128", "npu_latent_nz_128"
+ND_128_INT8 = "npu_nd_128_int8"
+
+INT8_ALIGNMENT = 32
+"""What the width of an int8 head is a multiple of, for the vendor's attention."""
+
+INT8_LARGEST = 127.0
+
+TOKEN_HEAD_PAGED = 5
+"""Value of `key_antiquant_mode`: a scale a token and head, in blocks like the entries."""
 
 
 def even_first(x: torch.Tensor) -> torch.Tensor:
@@ -79,6 +94,10 @@ class NpuKV(BlockedKV):
         """Views `[blocks + 1, 128, heads * dim]` of both tensors, the form BnBsH of the vendor's attention; ND only."""
         return self.first.flatten(2), self.second.flatten(2)
 
+    def antiquant(self) -> dict[str, Any]:
+        """Arguments of the vendor's attention that say how entries are quantized: none."""
+        return {}
+
     def real(self, slots: torch.Tensor) -> torch.Tensor:
         """`[T]` slots for the vendor's writes: padded rows go to slots of the spare block, different ones for up to 128
         padded rows in a row.
@@ -115,6 +134,65 @@ class NpuKV(BlockedKV):
         return self.first, self.second
 
 
+class NpuInt8KV(NpuKV):
+    """One layer's K and V in int8, in ND, each with a scale a token and head.
+
+    The scale is the largest magnitude of the head's entries over 127, which is what npu_dynamic_quant makes; that of
+    zeros is 0.
+
+    Args:
+        request: what the layer remembers; K and V of one width.
+        blocks: number of blocks; one spare block follows them.
+        layout: the layout's name.
+        dtype: the plan's dtype, which `read` returns.
+        device: where the tensors live.
+    """
+
+    def __init__(self, request: KVRequest, blocks: int, layout: str, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(request, blocks, layout, torch.int8, device)
+        self.dtype = dtype
+        shape = (blocks + 1, request.heads, BLOCK_TOKENS)
+        self.scales = tuple(torch.zeros(shape, dtype=torch.float32, device=device) for _ in self.dims)
+
+    def antiquant(self) -> dict[str, Any]:
+        """Arguments of the vendor's attention: the scales, float32 `[B + 1, G, 128]`, and their mode."""
+        key, value = self.scales
+        return {
+            "key_antiquant_scale": key,
+            "value_antiquant_scale": value,
+            "key_antiquant_mode": TOKEN_HEAD_PAGED,
+            "value_antiquant_mode": TOKEN_HEAD_PAGED,
+        }
+
+    def write_scales(self, slots: torch.Tensor, *scales: torch.Tensor) -> None:
+        """Store the scales of K and of V, each float32 `[T, G]`; slot -1 is the last one of the spare block."""
+        block = torch.div(slots, BLOCK_TOKENS, rounding_mode="floor")
+        for part, scale in zip(self.scales, scales, strict=True):
+            part[block, :, slots - block * BLOCK_TOKENS] = scale
+
+    def write(self, slots: torch.Tensor, *values: torch.Tensor) -> None:
+        """See `LayerKV.write`."""
+        scales = [value.float().abs().amax(-1) / INT8_LARGEST for value in values]
+        for part, value, scale in zip((self.first, self.second), values, scales, strict=True):
+            scaled = value.float() / torch.where(scale == 0, 1.0, scale)[..., None]
+            entries = scaled.clamp(-INT8_LARGEST, INT8_LARGEST).round().nan_to_num(0.0)
+            part.view(-1, *part.shape[2:])[slots] = entries.to(torch.int8)
+        self.write_scales(slots, *scales)
+
+    def read(self, table: torch.Tensor, tokens: int) -> tuple[torch.Tensor, ...]:
+        """See `LayerKV.read`."""
+        blocks = table[: -(-tokens // BLOCK_TOKENS)].long()
+        out = []
+        for part, scales in zip((self.first, self.second), self.scales, strict=True):
+            scale = scales[blocks].transpose(1, 2).flatten(0, 1)[:tokens]
+            out.append((part[blocks].flatten(0, 1)[:tokens].float() * scale[..., None]).to(self.dtype))
+        return tuple(out)
+
+    def list_tensors(self) -> tuple[torch.Tensor, ...]:
+        """See `BlockedKV.list_tensors`: entries, then scales."""
+        return self.first, self.second, *self.scales
+
+
 def _layout(name: str) -> KVLayout:
     def build(request: KVRequest, blocks: int, dtype: torch.dtype, device: torch.device) -> LayerKV:
         return NpuKV(request, blocks, name, dtype, device)
@@ -122,17 +200,29 @@ def _layout(name: str) -> KVLayout:
     return KVLayout(name, BLOCK_TOKENS, build, lambda request, dtype: BLOCK_TOKENS * request.entries * dtype.itemsize)
 
 
+def _int8_layout() -> KVLayout:
+    def build(request: KVRequest, blocks: int, dtype: torch.dtype, device: torch.device) -> LayerKV:
+        return NpuInt8KV(request, blocks, ND_128_INT8, dtype, device)
+
+    def bytes_per_block(request: KVRequest, dtype: torch.dtype) -> int:
+        return BLOCK_TOKENS * (request.entries + 2 * request.heads * torch.float32.itemsize)
+
+    return KVLayout(ND_128_INT8, BLOCK_TOKENS, build, bytes_per_block, "int8", 0.5 / INT8_LARGEST)
+
+
 def layouts(request: KVRequest) -> tuple[KVLayout, ...]:
-    """Every layout on offer for one kind of layer: the vendor's where it has one, core's otherwise, and core's in int8.
+    """Every layout on offer for one kind of layer: the vendor's where it has one, core's otherwise, and those in int8.
 
     Which of the vendor's is taken is decided by the kernels: on the 310P those that read NZ are accepted, elsewhere
-    those that read ND.
+    those that read ND. Heads that the vendor's attention does not read in int8 have core's int8 alone.
     """
     int8 = paged_layout(BLOCK_TOKENS, "int8")
     if request.kind == "mla" and request.dim == LATENT + ROTARY:
         return _layout(LATENT_ND_128), _layout(LATENT_NZ_128), int8
     if request.kind != "gqa":
         return paged_layout(BLOCK_TOKENS), int8
+    fits = request.dim == request.v_dim and request.dim % INT8_ALIGNMENT == 0
+    quantized = (_int8_layout(), int8) if fits else (int8,)
     if request.heads * request.dim % NZ or request.heads * request.v_dim % NZ:
-        return _layout(ND_128), int8
-    return _layout(ND_128), _layout(NZ_128), int8
+        return _layout(ND_128), *quantized
+    return _layout(ND_128), _layout(NZ_128), *quantized

@@ -197,7 +197,7 @@ def test_assumed_architectures():
 @pytest.mark.parametrize(
     ("request_", "names"),
     [
-        (KVRequest("gqa", 8, 128, 128), ["npu_nd_128", "npu_nz_128", "paged_128_int8"]),
+        (KVRequest("gqa", 8, 128, 128), ["npu_nd_128", "npu_nz_128", "npu_nd_128_int8", "paged_128_int8"]),
         (KVRequest("gqa", 3, 33, 33), ["npu_nd_128", "paged_128_int8"]),
         (KVRequest("mla", 1, 576), ["npu_latent_nd_128", "npu_latent_nz_128", "paged_128_int8"]),
         (KVRequest("mla", 1, 96), ["paged_128", "paged_128_int8"]),
@@ -208,7 +208,7 @@ def test_blocks_of_128_tokens_for_every_kind_of_layer(request_, names):
     layouts = NpuBackend().kv_layouts(request_, torch.bfloat16)
     assert [layout.name for layout in layouts] == names
     assert {layout.block_tokens for layout in layouts} == {128}
-    assert [layout.kv_dtype for layout in layouts] == ["auto"] * (len(names) - 1) + ["int8"]
+    assert [layout.kv_dtype for layout in layouts] == ["int8" if "int8" in name else "auto" for name in names]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Attention, as its pages describe it.
 
-Pages: Ascend/op-plugin at 517f2e7d, docs/zh/custom_APIs/torch_npu, and _atb_api_docs.py there. ATB's other operators
-have no page; what is asserted of them is how vllm-ascend at 182b75ea calls them.
+Pages: Ascend/op-plugin at 517f2e7d, docs/zh/custom_APIs/torch_npu.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ IMPLEMENTATIONS = emulates = Implementations()
 MASK = 2048
 
 
-def _nz_to_nd(cache: torch.Tensor) -> torch.Tensor:
+def nz_to_nd(cache: torch.Tensor) -> torch.Tensor:
     """`[B, W / 16, S, 16]` as `[B, S, W]`."""
     return cache.transpose(1, 2).flatten(2)
 
@@ -34,22 +33,22 @@ def _check_mask(mask: torch.Tensor | None) -> None:
         tuple(mask.shape[-2:]) == (MASK, MASK) and mask.numel() == MASK**2,
         f"atten_mask is [2048, 2048], got {list(mask.shape)}",
     )
-    right = _same(mask.view(MASK, MASK).view(torch.int8), _triangle(1, torch.int8))
+    right = is_same_mask(mask.view(MASK, MASK).view(torch.int8), triangle(1, torch.int8))
     require(right, "atten_mask is 1 above the diagonal and 0 elsewhere")
 
 
 @cache
-def _triangle(value: float, dtype: torch.dtype) -> torch.Tensor:
+def triangle(value: float, dtype: torch.dtype) -> torch.Tensor:
     """A value above the diagonal, 0 elsewhere."""
     return torch.full((MASK, MASK), value, dtype=dtype).triu_(1)
 
 
-def _same(mask: torch.Tensor, expected: torch.Tensor) -> bool:
+def is_same_mask(mask: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether the bytes are the same, eight by eight: a mask has four million entries and comes with every call."""
     return torch.equal(mask.contiguous().view(torch.int64), expected.view(torch.int64))
 
 
-def _hidden(mode: int, queries: int, keys: int, pre: int, after: int) -> torch.Tensor | None:
+def hidden_keys(mode: int, queries: int, keys: int, pre: int, after: int) -> torch.Tensor | None:
     """Where scores do not count: counted from the upper left corner in mode 2, from the lower right in 3 and 4."""
     i = torch.arange(queries)[:, None] + keys - queries
     j = torch.arange(keys)[None]
@@ -60,7 +59,7 @@ def _hidden(mode: int, queries: int, keys: int, pre: int, after: int) -> torch.T
     return (j > i + after) | (j < i - pre) if mode == 4 else None
 
 
-def _softmax_v(q, k, v, hidden, scale, sink=None):
+def weigh_values(q, k, v, hidden, scale, sink=None):
     """q [S, N, D], k [K, G, D], v [K, G, V], sink [N]: float32 [S, N, V]."""
     group = q.shape[1] // k.shape[1]
     k, v = (t.float().repeat_interleave(group, 1) for t in (k, v))
@@ -76,14 +75,22 @@ def _softmax_v(q, k, v, hidden, scale, sink=None):
 def _run_fused(
     query, key, value, *, atten_mask, actual_seq_lengths, actual_seq_lengths_kv, block_table, query_rope, key_rope,
     num_heads, scale, pre_tokens, next_tokens, input_layout, num_key_value_heads, sparse_mode, inner_precise,
-    block_size, softmax_lse_flag, learnable_sink=None, **others,
+    block_size, softmax_lse_flag, learnable_sink=None, key_antiquant_scale=None, value_antiquant_scale=None,
+    key_antiquant_mode=0, value_antiquant_mode=0, **others,
 ):  # fmt: skip
     chip.runs_on("npu_fused_infer_attention_score", *chip.A2_A3)
     chip.unused(**others, softmax_lse_flag=softmax_lse_flag, inner_precise=inner_precise)
     require(input_layout in ("TND", "TND_NTD", "BSND"), f"input_layout {input_layout!r} is not emulated")
     chip.dtype("query", query, *chip.HALF)
-    chip.same_dtype("query, key and value", query, key, value)
     chip.contiguous(query=query, key=key, value=value, query_rope=query_rope, key_rope=key_rope)
+    if key.dtype is torch.int8:
+        modes = key_antiquant_mode, value_antiquant_mode
+        _check_int8(query, key, value, key_antiquant_scale, value_antiquant_scale, modes, input_layout, block_table)
+        require(query_rope is None and learnable_sink is None, "int8 with rope parts or sinks is not emulated")
+    else:
+        chip.same_dtype("query, key and value", query, key, value)
+        chip.unused(key_antiquant_scale=key_antiquant_scale, value_antiquant_scale=value_antiquant_scale)
+        chip.unused(key_antiquant_mode=key_antiquant_mode, value_antiquant_mode=value_antiquant_mode)
     require((query_rope is None) == (key_rope is None), "query_rope and key_rope come together")
     if query_rope is not None:
         chip.same_dtype("query and query_rope", query, query_rope)
@@ -101,8 +108,13 @@ def _run_fused(
         keys = _paged_lengths(
             actual_seq_lengths_kv, batch, block_table, key, block_size, ragged or query_rope is not None, single
         )
+    elif not ragged:
+        require(not single, "dense keys in BSND are emulated for longer queries only")
+        require(key.dim() == 4 and key.shape[0] == batch, f"dense keys in BSND are [B, S, N, D], got {list(key.shape)}")
+        chip.shape("key", key, None, None, kv_heads, None)
+        keys = list(actual_seq_lengths_kv or [key.shape[1]] * batch)
+        require(keys == [key.shape[1]] * batch, "dense keys shorter than S are not emulated")
     else:
-        require(ragged, "dense keys are emulated for TND only")
         require(actual_seq_lengths_kv is not None and len(actual_seq_lengths_kv) == batch, "TND needs lengths of keys")
         require(list(actual_seq_lengths_kv) == sorted(actual_seq_lengths_kv), "lengths of dense keys are cumulative")
         keys = [b - a for a, b in pairwise([0, *actual_seq_lengths_kv])]
@@ -125,15 +137,21 @@ def _run_fused(
         if not n:  # no keys: zeros
             continue
         k, v, rope = (
-            _keys(t, paged, block_table[b] if paged else None, at, n, kv_heads) for t in (key, value, key_rope)
+            _keys(t, paged, block_table[b] if paged else None, b if key.dim() == 4 else at, n, kv_heads)
+            for t in (key, value, key_rope)
         )
+        if key.dtype is torch.int8:
+            scales = (
+                tokens_of(s.transpose(1, 2), block_table[b], n) for s in (key_antiquant_scale, value_antiquant_scale)
+            )
+            k, v = (t.float() * scale[..., None] for t, scale in zip((k, v), scales))
         k = k if rope is None else torch.cat((k, rope), -1)
         if single and query_rope is None:
             hidden = _full_mask(atten_mask, b, n, block_table, block_size, sparse_mode)
         else:
             require(sparse_mode != 0 or atten_mask is None, "a whole mask is emulated for single queries only")
-            hidden = _hidden(sparse_mode, last - first, n, pre_tokens, next_tokens)
-        out[first:last] = _softmax_v(q[first:last], k, v, hidden, scale, learnable_sink).to(out.dtype)
+            hidden = hidden_keys(sparse_mode, last - first, n, pre_tokens, next_tokens)
+        out[first:last] = weigh_values(q[first:last], k, v, hidden, scale, learnable_sink).to(out.dtype)
         at += n
     out = out.transpose(0, 1).contiguous() if input_layout == "TND_NTD" else out
     return out if ragged else out.view(*query.shape[:2], *out.shape[1:])
@@ -145,6 +163,23 @@ def _check_sink(sink, query, heads, layout) -> None:
     require(query.shape[-1] <= 128, f"with sinks values have at most 128 entries, got {query.shape[-1]}")
     chip.dtype("learnable_sink", sink, torch.bfloat16)
     chip.shape("learnable_sink", sink, heads)
+
+
+def _check_int8(query, key, value, key_scale, value_scale, modes, layout, table) -> None:
+    """Its section on single queries: int8 in a paged cache with float32 scales [blocks, KV_N, block size], mode 5. In
+    longer ones a paged cache is not quantized, but for an NZ form of bfloat16 that is not emulated.
+    """
+    require(value.dtype is torch.int8, f"key and value are both int8, got {value.dtype}")
+    require(layout == "BSND" and query.shape[1] == 1, "a quantized paged cache is for single queries")
+    require(table is not None, "int8 keys are emulated in a paged cache only")
+    require(modes == (5, 5), f"antiquant modes {modes} are not emulated")
+    require(query.shape[-1] % 32 == 0 and key.shape[1] % 32 == 0, "int8 wants head and block sizes that 32 divides")
+    heads = key.shape[2] // query.shape[-1]
+    for name, scale in (("key_antiquant_scale", key_scale), ("value_antiquant_scale", value_scale)):
+        require(scale is not None, f"int8 keys and values need {name}")
+        require(scale.dtype is torch.float32, f"{name} is float32, got {scale.dtype}")
+        chip.shape(name, scale, key.shape[0], heads, key.shape[1])
+        chip.contiguous(**{name: scale})
 
 
 def _query_starts(query, ragged, lengths) -> list[int]:
@@ -228,8 +263,8 @@ def _keys(cache, paged, table, first, count, kv_heads) -> torch.Tensor | None:
     if cache is None:
         return None
     if not paged:
-        return cache[first : first + count]
-    flat = _nz_to_nd(cache[:, 0]) if cache.dim() == 5 else cache
+        return cache[first] if cache.dim() == 4 else cache[first : first + count]
+    flat = nz_to_nd(cache[:, 0]) if cache.dim() == 5 else cache
     return tokens_of(flat, table, count).view(count, kv_heads, -1)
 
 
@@ -282,86 +317,3 @@ def fused_infer_attention_score_v2(**call):
     """The same under other names, on the series of its page; it has sinks too."""
     chip.runs_on("npu_fused_infer_attention_score_v2", "910b", "910_93")
     return _run_fused(**{V1_NAMES.get(name, name): value for name, value in call.items()}), make_open()
-
-
-@emulates("atb::npu_multi_head_latent_attention")
-def multi_head_latent_attention(
-    q_nope, q_rope, ctkv, k_rope, block_tables, context_lens, q_headnum, qk_scale, kv_headnum, mask, qseqlen,
-    qk_descale, pv_descale, mask_type, calc_type, cache_mode,
-):  # fmt: skip
-    """Its default mode: a token of each sequence, no mask, latent and rotated key apart."""
-    chip.runs_on("npu_multi_head_latent_attention", "910b", "910_93")
-    chip.unused(mask=mask, qseqlen=qseqlen, qk_descale=qk_descale, pv_descale=pv_descale)
-    chip.unused(mask_type=mask_type, calc_type=calc_type, cache_mode=cache_mode)
-    chip.dtype("q_nope", q_nope, *chip.HALF)
-    chip.same_dtype("queries and caches", q_nope, q_rope, ctkv, k_rope)
-    chip.contiguous(q_nope=q_nope, q_rope=q_rope)
-    tokens = q_nope.shape[0]
-    chip.shape("q_nope", q_nope, None, q_headnum, 512)
-    chip.shape("q_rope", q_rope, tokens, q_headnum, 64)
-    chip.shape("ctkv", ctkv, None, None, kv_headnum, 512)
-    chip.shape("k_rope", k_rope, *ctkv.shape[:2], kv_headnum, 64)
-    require(ctkv.shape[1] <= 128, f"block_size is at most 128, got {ctkv.shape[1]}")
-    require(len(context_lens) == tokens <= 8192, f"a context length a token, got {len(context_lens)} for {tokens}")
-    require(block_tables.dtype is torch.int32 and block_tables.shape[0] == tokens, "an int32 block table a token")
-    out = torch.zeros_like(q_nope)
-    for t, n in enumerate(context_lens):
-        latent, rotated = (tokens_of(c.flatten(2), block_tables[t], n)[:, None] for c in (ctkv, k_rope))
-        q, k = torch.cat((q_nope[t], q_rope[t]), -1)[None], torch.cat((latent, rotated), -1)
-        out[t] = _softmax_v(q, k, latent, None, qk_scale)[0].to(out.dtype)
-    return out
-
-
-def _atb_checks(name, query, key_cache, value_cache, num_kv_heads, num_heads, block_table, context_lens, out):
-    chip.runs_on(name, *chip.EVERY)
-    chip.dtype("query", query, *chip.HALF)
-    chip.same_dtype("query, caches and out", query, key_cache, value_cache, out)
-    chip.contiguous(query=query, out=out)
-    chip.shape("query", query, None, num_heads, None)
-    require(chip.ARCH == "310p", f"{name} over ND caches is not emulated")
-    dim = query.shape[-1]
-    chip.shape("key_cache", key_cache, None, num_kv_heads * dim // NZ, None, NZ)
-    chip.shape("value_cache", value_cache, *key_cache.shape)
-    require(key_cache.shape[2] in (64, 128), f"blocks of 64 or 128 tokens, got {key_cache.shape[2]}")
-    require(key_cache.shape[2] * dim <= 128 * 128, f"tokens of a block times entries of a head are at most {128 * 128}")
-    chip.in_nz(key_cache=key_cache, value_cache=value_cache)
-    require(block_table.dtype is context_lens.dtype is torch.int32, "block_table and context_lens are int32")
-    require(out.shape == query.shape, "out has the query's shape")
-
-
-@emulates("atb::_npu_paged_attention")
-def paged_attention(
-    query, key_cache, value_cache, num_kv_heads, num_heads, scale_value, block_table, context_lens, out, workspace
-):
-    """A token of each sequence."""
-    chip.unused(workspace=workspace)
-    _atb_checks(
-        "_npu_paged_attention", query, key_cache, value_cache, num_kv_heads, num_heads, block_table, context_lens, out
-    )
-    require(len(context_lens) == query.shape[0], f"a context length a token, got {len(context_lens)}")
-    k, v = _nz_to_nd(key_cache), _nz_to_nd(value_cache)
-    for t, n in enumerate(context_lens.tolist()):
-        keys, values = (tokens_of(c, block_table[t], n).view(n, num_kv_heads, -1) for c in (k, v))
-        out[t] = _softmax_v(query[t : t + 1], keys, values, None, scale_value)[0].to(out.dtype)
-
-
-@emulates("atb::_npu_paged_attention_splitfuse_v2")
-def paged_attention_splitfuse_v2(
-    query, key_cache, value_cache, block_table, context_lens, mask, seq_len, num_kv_heads, num_heads, scale_value,
-    mask_type, out,
-):  # fmt: skip
-    """Longer queries: the last `seq_len` of each sequence's tokens; its mask_type is 5 and no other."""
-    name = "_npu_paged_attention_splitfuse_v2"
-    _atb_checks(name, query, key_cache, value_cache, num_kv_heads, num_heads, block_table, context_lens, out)
-    require(mask_type == 5, f"mask_type is 5, got {mask_type}")
-    chip.shape("mask", mask, MASK, MASK)
-    require(mask.dtype is torch.float16, f"mask is float16, got {mask.dtype}")
-    require(_same(mask, _triangle(-10000.0, mask.dtype)), "mask is -10000 above the diagonal and 0 elsewhere")
-    require(seq_len.dtype is torch.int32, f"seq_len is int32, got {seq_len.dtype}")
-    require(int(seq_len.sum()) == query.shape[0], f"seq_len adds up to {query.shape[0]} rows, got {int(seq_len.sum())}")
-    k, v, at = _nz_to_nd(key_cache), _nz_to_nd(value_cache), 0
-    for b, (s, n) in enumerate(zip(seq_len.tolist(), context_lens.tolist())):
-        keys, values = (tokens_of(c, block_table[b], n).view(n, num_kv_heads, -1) for c in (k, v))
-        hidden = _hidden(3, s, n, 0, 0)
-        out[at : at + s] = _softmax_v(query[at : at + s], keys, values, hidden, scale_value).to(out.dtype)
-        at += s

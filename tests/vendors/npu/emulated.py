@@ -11,6 +11,7 @@ from inferplane_npu.chips import features_of
 from tests.vendors.emulated import Emulated, emulator
 from tests.vendors.npu import (
     chip,
+    emulate_atb,
     emulate_attention,
     emulate_basic,
     emulate_cache,
@@ -20,7 +21,7 @@ from tests.vendors.npu import (
 )
 
 INFERPLANE_API = (1, 0)
-PARTS = (emulate_basic, emulate_attention, emulate_cache, emulate_moe, emulate_quant, emulate_recurrent)
+PARTS = (emulate_basic, emulate_attention, emulate_atb, emulate_cache, emulate_moe, emulate_quant, emulate_recurrent)
 EMULATOR = emulator(Path(__file__).parent, *PARTS)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from inferplane_npu import graphs, kvcache
-from inferplane_npu.kernels import attention, basic, mla, moe, quant, recurrent
+from inferplane_npu.kernels import attention, attention_int8, basic, mla, moe, quant, recurrent
 from inferplane_npu.kvcache import NpuKV
 from tests.vendors.mistakes import Mistake, at, by, swap, with_
 from tests.vendors.npu import chip
@@ -53,14 +53,31 @@ def pack_by_rows(real, weight):
     return real(weight.t().contiguous()).t().contiguous()
 
 
+def exchange_scales(real, *args, **kwargs):
+    key, value = kwargs["key_antiquant_scale"], kwargs["value_antiquant_scale"]
+    return real(*args, **{**kwargs, "key_antiquant_scale": value, "value_antiquant_scale": key})
+
+
 def columns_first(real, rows, weights, **kwargs):
     return real(rows, [w.transpose(1, 2).contiguous() for w in weights], **kwargs)
 
 
+def ragged_int8(real, q, *args, **kwargs):
+    lens = kwargs["actual_seq_lengths_kv"]
+    return real(
+        q[:, 0], *args, **{**kwargs, "input_layout": "TND", "actual_seq_lengths": list(range(1, len(lens) + 1))}
+    )
+
+
+def plain_entries(real, x):
+    return x, real(x)[1]
+
+
 RAGGED, BY_SEQUENCE = "torch_npu:attention_ragged", "torch_npu:attention_by_sequence"
+INT8 = "torch_npu:attention_int8"
 ATTENTION, GRAPHS, CACHE = (attention, "npu"), (graphs, "npu"), (kvcache, "npu")
 ROWS, LATENT, EXPERTS, PRODUCTS = (basic, "npu"), (mla, "npu"), (moe, "npu"), (quant, "npu")
-RECURRENCES = (recurrent, "npu")
+RECURRENCES, INT8_CACHE = (recurrent, "npu"), (attention_int8, "npu")
 MISTAKES = {
     "910b": [
         Mistake("the default cache mode, which is NZ", ATTENTION, SCATTER, with_(cache_mode=None),
@@ -83,6 +100,17 @@ MISTAKES = {
         Mistake("KV heads left out", GRAPHS, FUSED, with_(num_key_value_heads=None), RAGGED, "decode_d128_mqa", ""),
         Mistake("a window one token too wide", ATTENTION, FUSED, wider_window, BY_SEQUENCE, "window_prefill", ""),
         Mistake("TND with heads of 64", ATTENTION, FUSED, ragged, BY_SEQUENCE, "prefill", "TND takes heads of 128"),
+        Mistake("scales of keys and values exchanged", GRAPHS, FUSED, exchange_scales, INT8, "decode_d128_mqa", ""),
+        Mistake("scales of int8 keys left out", GRAPHS, FUSED, with_(key_antiquant_scale=None), INT8, "decode_d128_mqa",
+                "int8 keys and values need key_antiquant_scale"),
+        Mistake("one mode of int8 for keys alone", GRAPHS, FUSED, with_(value_antiquant_mode=None), INT8,
+                "decode_d128_mqa", "antiquant modes (5, 0)"),
+        Mistake("scales of tokens by heads", GRAPHS, FUSED, by(key_antiquant_scale=lambda s: s.mT.contiguous()), INT8,
+                "decode_d128_mqa", "key_antiquant_scale has shape"),
+        Mistake("drafts as longer queries of an int8 cache", GRAPHS, FUSED, ragged_int8, INT8, "decode_d128_mqa",
+                "for single queries"),
+        Mistake("int8 entries written as bytes of bfloat16", INT8_CACHE, "npu_dynamic_quant", plain_entries,
+                "torch_npu:kv_write_int8", "decode", "key, value and caches have one dtype"),
         Mistake("the rotated part of the key forgotten", GRAPHS, FUSED, with_(key_rope=None),
                 "torch_npu:mla_absorbed", "v3_dims", "come together"),
         Mistake("dense lengths not cumulative", LATENT, FUSED, by(actual_seq_lengths_kv=lambda n: [1, *steps(n)]),

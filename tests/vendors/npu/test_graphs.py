@@ -105,19 +105,25 @@ class Runtime:
         self.log.append("updated")
 
 
-def batches(step: int, sequences: int = 4) -> list[Query]:
-    """A step of single tokens; its lengths grow over the border of a block, and its blocks are no run of numbers."""
-    before = [5 + step, 126 + step, 127, 250 + step][:sequences]
+def batches(step: int, tokens: int = 1) -> list[Query]:
+    """A step of so many tokens a sequence; its lengths grow over the border of a block, and its blocks are no run of
+    numbers.
+    """
+    before = [5 + step, 126 + step, 127, 250 + step]
     tables = [[3, 9, 1], [7, 2, 11], [5, 0, 8], [4, 10, 6]]
-    return [Query([11 * i + step], n, tables[i][: n // 128 + 1]) for i, n in enumerate(before)]
+    ids = range(step, step + tokens)
+    return [Query([11 * i + t for t in ids], n, tables[i][: (n + tokens - 1) // 128 + 1]) for i, n in enumerate(before)]
 
 
-@pytest.mark.parametrize("config", [LLAMA, V3], ids=["llama", "deepseek"])
-def test_replays_equal_eager_steps(config):
+@pytest.mark.parametrize("tokens", [1, 3], ids=["single", "drafts"])
+@pytest.mark.parametrize(
+    ("config", "kv_dtype"), [(LLAMA, "auto"), (LLAMA, "int8"), (V3, "auto")], ids=["llama", "llama_int8", "deepseek"]
+)
+def test_replays_equal_eager_steps(config, kv_dtype, tokens):
     subject = Subject.of(host(), "npu", "bfloat16")
     tree = model(config)
     weights = stepping.draw_weights(tree, torch.bfloat16, steady_routes=True)
-    eager, captured = (stepping.on_device(subject, tree, torch.bfloat16, weights, 384) for _ in range(2))
+    eager, captured = (stepping.on_device(subject, tree, torch.bfloat16, weights, 384, kv_dtype) for _ in range(2))
     for bound in (eager, captured):
         draw = Draw(3, torch.bfloat16)
         for kv in bound.cache.layers:
@@ -129,7 +135,7 @@ def test_replays_equal_eager_steps(config):
         return captured.steps["decode"](batch, captured.cache)[0]
 
     def batch(n):
-        queries = batches(n)
+        queries = batches(n, tokens)
         widest = [replace(q, blocks=[*q.blocks, *[0] * (3 - len(q.blocks))]) for q in queries]
         return make_batch(widest, block_tokens=128, device="cpu")
 

@@ -1,19 +1,22 @@
-"""Quantized products with zero points and biases, by the kernels of each series."""
+"""Quantized products with zero points and biases, by the kernels of each series, and the cache in int8."""
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from inferplane.engine import InferplaneWarning
 from inferplane.ops import OPS
 from inferplane.ops.draw import Draw
 from inferplane.ops.formats import encode
 from inferplane_npu.kernels import quant
+from tests.vendors.engine import serve
 from tests.vendors.npu import chip
 from tests.vendors.products import check_product, error
-from tests.vendors.profile import in_vendor_dtypes
+from tests.vendors.profile import DRAFTS, in_vendor_dtypes
 
 INT4, INT8, FP8 = "torch_npu:linear_w4a16", "torch_npu:linear_w8a16", "torch_npu:linear_fp8"
 SERVED = {
@@ -44,3 +47,23 @@ def test_a_head_with_more_rows_than_a_product_takes(rows, monkeypatch):
     assert got.shape == (len(rows), 104) and got.dtype is torch.float32
     if rows:
         assert error(got, x[rows].float() @ weight.dequantize().t()) <= OPS["lm_head"].tolerance[chip.DTYPE]
+
+
+@in_vendor_dtypes
+@pytest.mark.skipif(chip.ARCH == "310p", reason="its attention reads no int8")
+@pytest.mark.parametrize("speculative", [None, DRAFTS], ids=["plain", "drafts"])
+@pytest.mark.parametrize(
+    ("family", "kernel"),
+    [
+        ("llama", "torch_npu:attention_int8"),
+        ("llama_head_64", "torch_npu:attention_int8"),
+        ("mistral_window", "torch_npu:attention_int8_window"),
+    ],
+)
+def test_serves_a_cache_in_int8(family, kernel, speculative):
+    """Chunks of a long prompt, single tokens and drafts share steps, without a hot op on torch."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", InferplaneWarning)
+        plan = serve("npu", chip.DTYPE, family, strict=True, kv_cache_dtype="int8", speculative_config=speculative)
+    assert {layout["layout"] for layout in plan["kv_layouts"]} == {"npu_nd_128_int8"}
+    assert {s["chosen"]["kernel"] for s in plan["sites"] if s["op"] == "attention"} == {kernel}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from inferplane.kernels.composed import composed_kernels
 from inferplane.plugin import Kernel
-from inferplane_npu.kernels import attention, basic, mla, moe, quant, recurrent
+from inferplane_npu.kernels import attention, attention_int8, basic, mla, moe, quant, recurrent
 
 
 def kernels() -> list[Kernel]:
@@ -13,6 +13,7 @@ def kernels() -> list[Kernel]:
         *basic.KERNELS,
         *quant.KERNELS,
         *attention.KERNELS,
+        *attention_int8.KERNELS,
         *mla.KERNELS,
         *moe.KERNELS,
         *recurrent.KERNELS,

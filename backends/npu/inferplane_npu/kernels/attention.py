@@ -128,12 +128,12 @@ def attention_by_sequence(view: Any, q: torch.Tensor, batch: Batch, kv: NpuKV) -
     longer queries sequence by sequence.
     """
     if batch.max_query_tokens == 1:
-        return _attend_single(view, q, batch.seq_lens, key_lens(batch), batch.block_tables, kv)
+        return attend_single(view, q, batch.seq_lens, key_lens(batch), batch.block_tables, kv)
     out = torch.empty_like(q)
     for a, b, n, table in batch.rows():
         if b - a == 1:
             lens = torch.full((1,), n, dtype=torch.int32, device=q.device)
-            out[a:b] = _attend_single(view, q[a:b], lens, [n], table[None], kv)
+            out[a:b] = attend_single(view, q[a:b], lens, [n], table[None], kv)
         else:
             out[a:b] = _attend_several(view, q[a:b], n, table, kv)
     return out
@@ -220,7 +220,7 @@ def _attend_several(view: Any, q: torch.Tensor, seq_len: int, table: torch.Tenso
     )[0][0]
 
 
-def _attend_single(
+def attend_single(
     view: Any, q: torch.Tensor, lens: torch.Tensor, host_lens: list[int], tables: torch.Tensor, kv: NpuKV
 ) -> torch.Tensor:
     """One query token per sequence, `[B, H, D]`. `sparse_mode` means nothing then: a window needs a whole mask."""
@@ -247,6 +247,7 @@ def _attend_single(
         scale=view.scale,
         input_layout="BSND",
         block_size=BLOCK_TOKENS,
+        **kv.antiquant(),
     )[0][:, 0]
 
 
