@@ -58,7 +58,7 @@ REASONS: Mapping[tuple[str, str, str], str] = {
     ("cpu", "attention", "fp8"): _CPU_FP8,
     ("cpu", "mla", "fp8"): _CPU_FP8,
     ("npu", "linear", "fp8"): "npu_quant_matmul takes FP8 on the 950 alone",
-    ("npu", "moe_experts", "fp8"): "npu_grouped_matmul takes FP8 on the 950 alone, and that form is not bound",
+    ("npu", "moe_experts", "fp8"): "npu_grouped_matmul takes FP8 on the 950 alone",
     ("npu", "mla", "int8"): "npu_fused_infer_attention_score_v2 reads int8 latents with one scale a layer, in NZ, "
     "beside int8 queries (op-plugin at 517f2e7d); the cache here has a scale for 64 entries of each token",
     (

@@ -91,6 +91,7 @@ def test_int8_halves_the_bytes(device):
     [
         ("npu", "weight_only_int8", "torch_npu:moe_experts_int8"),
         ("npu", "weight_only_int4", "torch_npu:moe_experts_int4"),
+        ("npu", "a8w8", "torch_npu:moe_experts_w8a8"),
         ("gcu", "weight_only_int8", "vllm_gcu:moe_experts_w8a16"),
         ("xpu:intel", "weight_only_int4", "vllm_xpu:moe_experts_int4"),
         ("xpu:kunlun", "a8w8", "kunlun_ops:moe_experts_w8a8"),
@@ -99,6 +100,11 @@ def test_int8_halves_the_bytes(device):
 def test_experts(device, scheme, kernel):
     runner = plan(device, V3, quantization=scheme)
     assert chosen(runner, "moe_experts") == {kernel} and not runner.plan.dequantized
+
+
+def test_experts_in_fp8_on_the_950():
+    runner = plan("npu", V3, quantization="a8w8_fp8", arch="950")
+    assert chosen(runner, "moe_experts") == {"torch_npu:moe_experts_fp8"} and not runner.plan.dequantized
 
 
 @pytest.mark.parametrize("arch", ["910b", "910_93", "950"])

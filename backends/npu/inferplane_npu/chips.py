@@ -13,6 +13,7 @@ _CUBE = "the cube unit computes in it (CANN operator documents)"
 _LISTED = "its pages list this series (op-plugin, docs/zh/custom_APIs)"
 _CALLED = "not in its pages' lists, but vllm-ascend calls it on this series (device_op.py)"
 _A5 = "FP8 operators are for the 950 series alone (CANN operator documents)"
+_INT8_950 = "op-plugin's tests multiply int8 by int8 there (test_npu_quant_matmul.py, Ascend950)"
 _NOT_310P = "its pages list Atlas A2 and A3 only (op-plugin, docs/zh/custom_APIs)"
 _ATTENTION_310P = "vllm-ascend's attention there reads ATB's NZ cache (_310p/attention/attention_v1.py)"
 _ROTARY_310P = "page of npu_rotary_mul: on that series halves of 128 entries only, in four dimensions"
@@ -61,7 +62,7 @@ SERIES: dict[str, dict[str, Feature]] = {
     "950": {
         "fp16": Feature(True, _CUBE),
         "bf16": Feature(True, _CUBE),
-        "int8-dot": Feature(None, "no source that we read says so or denies it"),
+        "int8-dot": Feature(True, _INT8_950),
         "fp8": Feature(True, _A5),
         "fused-infer": Feature(True, _CALLED),
         "rotary-ragged": Feature(

@@ -189,7 +189,7 @@ def test_assumed_architectures():
     assert [arch for arch, names in NpuBackend.architectures.items() if "fp8" in names] == ["950"]
     assert [arch for arch, names in NpuBackend.architectures.items() if "bf16" not in names] == ["310p"]
     assert "float16" in features_of("310p")["bf16"].reason
-    assert features_of("950")["int8-dot"].present is None, "what no source says is unknown"
+    assert features_of("950")["sinks"].present is None, "what no source says is unknown"
     assert dict(NpuBackend().features()) == dict(features_of("910b"))
     assert not features_of("910proa"), "a series of another generation is unknown in everything"
 

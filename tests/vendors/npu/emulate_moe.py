@@ -1,6 +1,7 @@
 """Gating, sorting by expert, grouped products and the weighted sum, as their pages describe them.
 
-Pages: Ascend/op-plugin at 517f2e7d, docs/zh/custom_APIs/torch_npu; npu_moe_token_unpermute has a test there, no page.
+Pages: Ascend/op-plugin at 517f2e7d, docs/zh/custom_APIs/torch_npu, and for FP8 at 02ea4757; npu_moe_token_unpermute has
+a test there, no page.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch
 from tests.vendors.calls import make_open
 from tests.vendors.emulator import Implementations, require
 from tests.vendors.npu import chip
-from tests.vendors.npu.emulate_quant import unpack_int4
+from tests.vendors.npu.emulate_quant import FP8, SCALAR_TYPES, unpack_int4
 
 IMPLEMENTATIONS = emulates = Implementations()
 
@@ -99,13 +100,14 @@ def grouped_matmul(
     activation_quant_scale, activation_quant_offset, split_item, group_type, group_list_type, act_type, tuning_config,
     output_dtype, x_dtype, weight_dtype, scale_dtype, per_token_scale_dtype,
 ):  # fmt: skip
-    """One x, one stack of weights, one result, groups along rows; plain, or with weights expanded within."""
+    """One x, one stack of weights, one result, groups along rows; plain, with weights expanded within, or with both
+    sides in 8 bits, a scale a row of x and a scale a column of weights.
+    """
     chip.runs_on("npu_grouped_matmul", *chip.EVERY)
-    chip.unused(scale=scale, offset=offset, per_token_scale=per_token_scale, act_type=act_type)
+    chip.unused(offset=offset, act_type=act_type)
     chip.unused(activation_input=activation_input, activation_quant_scale=activation_quant_scale)
     chip.unused(activation_quant_offset=activation_quant_offset, tuning_config=tuning_config, x_dtype=x_dtype)
     chip.unused(weight_dtype=weight_dtype, scale_dtype=scale_dtype, per_token_scale_dtype=per_token_scale_dtype)
-    chip.unused(output_dtype=output_dtype)
     require(len(x) == len(weight) == 1, "one x and one weight are emulated")
     rows, stack = x[0], weight[0]
     require(split_item in (2, 3), f"split_item is 2 or 3 for a single result, got {split_item}")
@@ -123,6 +125,10 @@ def grouped_matmul(
     counts = values if group_list_type == 1 else [b - a for a, b in zip([0, *values], values)]
     require(all(n >= 0 for n in counts) and sum(counts) == rows.shape[0], f"group_list adds up to {rows.shape[0]} rows")
     require(max(rows.shape[1], stack.shape[2]) < chip.INNER_LIMIT, "inner dimensions are below 65536")
+    if rows.dtype in (torch.int8, FP8):
+        chip.unused(bias=bias, antiquant_scale=antiquant_scale, antiquant_offset=antiquant_offset)
+        return [_multiply_8_bits(rows, stack, scale, per_token_scale, counts, output_dtype)]
+    chip.unused(scale=scale, per_token_scale=per_token_scale, output_dtype=output_dtype)
     if stack.dtype in (torch.int8, torch.int32):
         chip.unused(bias=bias)
         stack = _expand_rows(rows, stack, antiquant_scale, antiquant_offset)
@@ -136,6 +142,31 @@ def grouped_matmul(
         _check_bias(bias, rows, stack)
         parts = [part + b.float() for part, b in zip(parts, bias[0])]
     return [torch.cat(parts).to(rows.dtype)]
+
+
+def _multiply_8_bits(rows, stack, scale, per_token_scale, counts, output_dtype) -> torch.Tensor:
+    """int8, or FP8 on the 950: the tables of dtypes of its page at 517f2e7d, and for the 950 at 02ea4757."""
+    require(rows.dtype is torch.int8 or chip.ARCH == "950", f"x in {rows.dtype} on {chip.ARCH}")
+    require(chip.ARCH != "310p", "8 bits on both sides are not for the 310P")
+    chip.same_dtype("x and weight", rows, stack)
+    require(stack.shape[1] == rows.shape[1], f"weight [E, K, N] {list(stack.shape)} for rows of {rows.shape[1]}")
+    require(scale is not None and per_token_scale is not None, "8 bits on both sides have scale and per_token_scale")
+    require(len(scale) == len(per_token_scale) == 1, "a scale for each x and weight")
+    require(output_dtype is not None, "without output_dtype the result has the dtype of x")
+    out = SCALAR_TYPES[int(output_dtype)]
+    wide = chip.LIFTED and out is torch.float32
+    require(wide or out in chip.HALF, f"output_dtype {out}")
+    chip.shape("scale", scale[0], stack.shape[0], stack.shape[2])
+    chip.shape("per_token_scale", per_token_scale[0], rows.shape[0])
+    require(per_token_scale[0].dtype is torch.float32, "per_token_scale is float32")
+    allowed = {torch.float32}
+    if rows.dtype is torch.int8 and out is torch.bfloat16:
+        allowed = {torch.bfloat16, torch.float32} if chip.ARCH == "950" else {torch.bfloat16}
+    require(scale[0].dtype in allowed, f"scale {scale[0].dtype} for a result of {out}")
+    parts = [
+        (part.double() @ w.double()).float() * s.float() for part, w, s in zip(rows.split(counts), stack, scale[0])
+    ]
+    return (torch.cat(parts) * per_token_scale[0][:, None]).to(out)
 
 
 def _check_bias(bias, rows, stack) -> None:

@@ -74,7 +74,7 @@ def plain_entries(real, x):
 
 
 RAGGED, BY_SEQUENCE = "torch_npu:attention_ragged", "torch_npu:attention_by_sequence"
-INT8 = "torch_npu:attention_int8"
+INT8, W8A8 = "torch_npu:attention_int8", "torch_npu:moe_experts_w8a8"
 ATTENTION, GRAPHS, CACHE = (attention, "npu"), (graphs, "npu"), (kvcache, "npu")
 ROWS, LATENT, EXPERTS, PRODUCTS = (basic, "npu"), (mla, "npu"), (moe, "npu"), (quant, "npu")
 RECURRENCES, INT8_CACHE = (recurrent, "npu"), (attention_int8, "npu")
@@ -127,6 +127,12 @@ MISTAKES = {
                 "torch_npu:linear_w4a16", "int4_group", ""),
         Mistake("experts' weights turned", EXPERTS, GROUPED, columns_first, "torch_npu:moe_experts", "t13",
                 "weight [E, K, N]"),
+        Mistake("scales of experts in float32", EXPERTS, GROUPED, by(scale=lambda s: [s[0].float()]), W8A8, "int8_row",
+                "for a result of torch.bfloat16"),
+        Mistake("no output dtype, so that of int8", EXPERTS, GROUPED, with_(output_dtype=None), W8A8, "int8_row",
+                "without output_dtype"),
+        Mistake("scales of tokens left out", EXPERTS, GROUPED, with_(per_token_scale=None), W8A8, "int8_row",
+                "have scale and per_token_scale"),
         Mistake("counts where sums are expected", EXPERTS, GROUPED, with_(group_list_type=0), "torch_npu:moe_experts",
                 "t13", "group_list adds up"),
         Mistake("counts not requested", EXPERTS, "npu_moe_init_routing_v2", with_(expert_tokens_num_flag=False),
@@ -167,6 +173,8 @@ MISTAKES = {
     "950": [
         Mistake("activations in int8 beside weights in FP8", PRODUCTS, "npu_dynamic_quant", with_(dst_type=None),
                 "torch_npu:linear_fp8", "fp8_row_act", "x1 and x2 are int8"),
+        Mistake("experts' activations in int8 beside FP8", EXPERTS, "npu_dynamic_quant", with_(dst_type=torch.int8),
+                "torch_npu:moe_experts_fp8", "fp8_row", "x and weight have one dtype"),
         Mistake("states of keys by values", RECURRENCES, CHUNKS, by(initial_state=lambda s: s.mT.contiguous()),
                 "torch_npu:gated_delta_rule", "d128", ""),
         Mistake("taps by channels", RECURRENCES, CONVOLUTION, at(1, lambda w: w.t().contiguous()),

@@ -29,10 +29,10 @@ class Npu(Profile):
             "weight_only_int4": "torch_npu:linear_w4a16",
             "a8w8": "torch_npu:linear_w8a8",
         },
-        "950": {"a8w8_fp8": "torch_npu:linear_fp8"},
+        "950": {"a8w8_fp8": "torch_npu:linear_fp8", "a8w8": "torch_npu:linear_w8a8"},
         "310p": {"weight_only_int8": "torch_npu:linear_w8a16"},
     }[chip.ARCH]
-    dense_only = ("a8w8_fp8",) if chip.ARCH != "310p" else ("weight_only_int8",)
+    dense_only = ("weight_only_int8",) if chip.ARCH == "310p" else ()
 
     def models(self) -> Iterator[tuple[str, str, str]]:
         if chip.ARCH == "950":  # the 910b's kernels, but for FP8, convolutions, and recurrences of prompts

@@ -1,8 +1,9 @@
 """Mixture of experts: gating, sorting by expert, grouped products, weighted sum, each one call.
 
 Source: pages of npu_moe_gating_top_k, npu_moe_gating_top_k_softmax, npu_moe_init_routing_v2, npu_grouped_matmul and
-npu_clipped_swiglu in Ascend/op-plugin at 517f2e7d; npu_moe_token_unpermute as in its test there; the order of calls as
-in vllm-ascend at 182b75ea, ops/fused_moe/moe_mlp.py and token_dispatcher.py.
+npu_clipped_swiglu in Ascend/op-plugin at 517f2e7d; npu_moe_token_unpermute as in its test there; npu_grouped_matmul in
+FP8, of the 950, as on its page at 02ea4757 (K-C, a scale a token and a scale a column); the order of calls as in
+vllm-ascend at 182b75ea, ops/fused_moe/moe_mlp.py and token_dispatcher.py.
 """
 
 from __future__ import annotations
@@ -12,10 +13,17 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.fused.needs import ALL_EXPERTS_LOCAL, FLOATS, PLAIN_SOFTMAX_ROUTING, declare_fused
+from inferplane.kernels.fused.needs import (
+    ALL_EXPERTS_LOCAL,
+    FLOATS,
+    FP8_ACTIVATIONS,
+    INT8_ACTIVATIONS,
+    PLAIN_SOFTMAX_ROUTING,
+    declare_fused,
+)
 from inferplane.kernels.fused.packings import FLOAT32, INT4_GROUPS
 from inferplane.plugin import Kernels, Packing
-from inferplane_npu.kernels.quant import INT4_EXPERTS, INT4_FORMATS, INT8_EXPERTS, Packed
+from inferplane_npu.kernels.quant import FP8_EXPERTS, INT4_EXPERTS, INT4_FORMATS, INT8_EXPERTS, Packed
 from inferplane_npu.kernels.when import OnNpu
 
 npu = torch.ops.npu
@@ -199,3 +207,55 @@ def _has_whole_groups(op: Any) -> bool:
 def moe_experts_int4(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Weights in int4, eight to an int32, expanded within the grouped product."""
     return _run_quantized_experts(view, x, weights, ids)
+
+
+def _run_experts_in_8_bits(
+    view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Both sides of both products in 8 bits, with a scale a row of each. What a row of zeros is quantized to is not
+    documented, so its results are set.
+    """
+
+    def product(rows: torch.Tensor, packed: Packed) -> torch.Tensor:
+        data, scale = npu.npu_dynamic_quant(rows, dst_type=dtype)
+        # bfloat16 results take scales in either dtype on the 950, and in bfloat16 alone on the others.
+        columns = packed.scale if dtype is not torch.int8 else packed.scale_in(_scale_dtype(x.dtype))
+        y = _multiply_groups(data, packed.data, counts, scale=[columns], per_token_scale=[scale], output_dtype=x.dtype)
+        return y.masked_fill((scale == 0)[:, None], 0.0)
+
+    rows, places, counts = _sort_pairs(view.gate_up.data.shape[0], x, ids)
+    h = npu.npu_swiglu(product(rows, view.gate_up))
+    return npu.npu_moe_token_unpermute(product(h, view.down), places, weights.to(x.dtype))
+
+
+def _scale_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the scales of weights in int8, by the results' dtype."""
+    return torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
+
+
+@fused(
+    "moe_experts",
+    SIZES,
+    ALL_EXPERTS_LOCAL,
+    features=("fused-infer", "int8-dot"),
+    formats=("int8_row",),
+    packs={"gate_up": INT8_EXPERTS, "down": INT8_EXPERTS},
+    **INT8_ACTIVATIONS,
+)
+def moe_experts_w8a8(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Both sides in int8."""
+    return _run_experts_in_8_bits(view, x, weights, ids, torch.int8)
+
+
+@fused(
+    "moe_experts",
+    SIZES,
+    ALL_EXPERTS_LOCAL,
+    features=("fused-infer", "fp8"),
+    formats=("fp8_row",),
+    packs={"gate_up": FP8_EXPERTS, "down": FP8_EXPERTS},
+    **FP8_ACTIVATIONS,
+)
+def moe_experts_fp8(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Both sides in FP8, on the 950."""
+    return _run_experts_in_8_bits(view, x, weights, ids, torch.float8_e4m3fn)

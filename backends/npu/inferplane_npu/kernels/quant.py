@@ -103,6 +103,8 @@ INT8_NZ = Packing("torch_npu.int8_nz", _int8_nz)
 INT4 = Packing("torch_npu.int4pack", _int4, dense=True)
 FP8 = Packing("torch_npu.fp8", lambda q: _pack(q, q.data.transpose(-1, -2).contiguous()))
 INT8_EXPERTS, INT4_EXPERTS = INT8, INT4
+FP8_EXPERTS = Packing("torch_npu.fp8_experts", lambda q: _pack(q, q.data.transpose(-1, -2)))
+"""A transposed view, as the page's examples pass it."""
 
 
 def _in_parts(pack: Callable[[QTensor], Packed]) -> Callable[[QTensor], list[Packed]]:
