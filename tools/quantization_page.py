@@ -47,9 +47,6 @@ _NO_FP8 = "the chip has no FP8 product"
 _DCU_FP8 = "the vendor's FP8 kernels are built for gfx938 alone, and are not bound"
 _DCU_INT8 = "lightop multiplies int8 by int8 alone (hipblaslt_w8a8_gemm): that is `a8w8`"
 _DCU_INT4 = "lightop's AWQ product is not bound: how it packs weights is published in tests alone"
-_GCU_INT4 = (
-    "awq_gemm_gcu and gptq_gemm_gcu read weights in an order of their own (rearrange.py), which is not made here"
-)
 _KUNLUN_INT8 = "kunlun_ops.matmul multiplies int8 by int8 alone: that is `a8w8`"
 _KUNLUN_INT4 = "kunlun_ops.awq_gemm computes in float16 alone: with `dtype` float16 it is bound"
 _KUNLUN_CACHE = "the call forms of kunlun_ops' cache writes and attention have no scales"
@@ -76,17 +73,11 @@ REASONS: Mapping[tuple[str, str, str], str] = {
     ("dcu", "linear", "fp8"): _DCU_FP8,
     ("dcu", "moe_experts", "fp8"): _DCU_FP8,
     ("dcu", "cache", "fp8"): "flash_mla's fwd_kvcache_quantization_mla and hcu_ops' cache writes in FP8 are not bound",
-    ("gcu", "linear", "int4"): _GCU_INT4,
-    ("gcu", "lm_head", "int4"): _GCU_INT4,
-    ("gcu", "moe_experts", "int4"): _GCU_INT4,
     ("gcu", "linear", "fp8"): _NO_FP8 + " before generation 4",
     ("gcu", "moe_experts", "fp8"): _NO_FP8 + " before generation 4",
-    (
-        "gcu",
-        "attention",
-        "int8",
-    ): "paged_attention_v1 reads int8 with one scale a layer, in blocks of another "
-    "layout; the cache here has a scale a token and head",
+    ("gcu", "attention", "int8"): "reshape_and_cache and paged_attention_v1 take int8 with one scale and zero point a "
+    "layer, numbers of the host (vllm-gcu at 7b5aaca9); the cache here has a scale a token and head, and no calibrated "
+    "ones are read",
     ("gcu", "mla", "int8"): "fwd_kvcache_mla's published schema names scales of FP8 alone",
     ("gcu", "cache", "fp8"): _NO_FP8 + " before generation 4",
     ("xpu:intel", "moe_experts", "int8"): "cutlass_grouped_gemm_interface takes 16 bits, FP8, int4 and MXFP4, no int8",

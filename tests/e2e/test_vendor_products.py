@@ -93,6 +93,7 @@ def test_int8_halves_the_bytes(device):
         ("npu", "weight_only_int4", "torch_npu:moe_experts_int4"),
         ("npu", "a8w8", "torch_npu:moe_experts_w8a8"),
         ("gcu", "weight_only_int8", "vllm_gcu:moe_experts_w8a16"),
+        ("gcu", "weight_only_int4", "vllm_gcu:moe_experts_w4a16"),
         ("xpu:intel", "weight_only_int4", "vllm_xpu:moe_experts_int4"),
         ("xpu:kunlun", "a8w8", "kunlun_ops:moe_experts_w8a8"),
     ],

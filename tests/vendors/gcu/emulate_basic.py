@@ -84,6 +84,42 @@ def weight_only_quant(output, input, qweight, bias, scale, group_size):
     output.copy_(y.to(output.dtype))
 
 
+def expand_int4(data: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, group: int, k: int) -> torch.Tensor:
+    """Bytes `[N, K / 2]` as weights `[N, K]`, with scales and zero points `[K / group, N]`, as rearrange.py packs them:
+    a byte's low half is column j of 128, its high half column 64 + j.
+    """
+    require(group >= 64 and group % 64 == 0, f"groups are of 64 columns or a multiple, got {group}")
+    require(k % 128 == 0, f"128 divides the columns, got {k}")
+    chip.dtype(torch.uint8, weight=data)
+    chip.shape("weight", data, None, k // 2)
+    for name, values in (("scales", scale), ("zero points", zero)):
+        chip.shape(name, values, k // group, data.shape[0])
+        chip.contiguous(**{name: values})
+    parts = data.unflatten(-1, (-1, 64)).to(torch.int32)
+    entries = torch.stack((parts & 15, parts >> 4), -2).flatten(-3)
+    spread = [values.float().t().repeat_interleave(group, -1) for values in (scale, zero)]
+    return entries.float() * spread[0] - spread[1]
+
+
+@emulates("_C::gptq_gemm_gcu")
+def gptq_gemm_gcu(a, b_q_weight, b_gptq_qzeros, b_gptq_scales, b_g_idx, bit, bias, group_size):
+    """a w + bias, w from unsigned int4 (rearrange.py), zero points times scales, both in a's dtype."""
+    chip.half(a=a, b_gptq_qzeros=b_gptq_qzeros, b_gptq_scales=b_gptq_scales)
+    chip.contiguous(a=a, b_q_weight=b_q_weight)
+    require(bit == 4, f"bit is 4, got {bit}")
+    k = a.shape[1]
+    chip.dtype(chip.INT32, b_g_idx=b_g_idx)
+    want = torch.arange(k, dtype=torch.int32) // group_size
+    require(torch.equal(b_g_idx, want), "g_idx has whole groups in order")
+    w = expand_int4(b_q_weight.t(), b_gptq_scales, b_gptq_qzeros, group_size, k)
+    y = a.float() @ w.t()
+    if bias is not None:
+        chip.half(a=a, bias=bias)
+        chip.shape("bias", bias, w.shape[0])
+        y = y + bias.float()
+    return y.to(a.dtype)
+
+
 @emulates("_C_cache_ops::reshape_and_cache_flash")
 def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale):
     """Caches `[blocks, 64, heads, D]`, as flash attention reads them."""

@@ -6,6 +6,7 @@ import torch
 
 from tests.vendors.emulator import Implementations, require
 from tests.vendors.gcu import chip
+from tests.vendors.gcu.emulate_basic import expand_int4
 
 IMPLEMENTATIONS = emulates = Implementations()
 MANY_EXPERTS = 224
@@ -139,15 +140,23 @@ def fused_moe_quant_kernel(
     C, A, B, A_scale, B_scale, gs, B_zp, topk_weights, topk_ids, sorted_token_ids, experts_ids, num_tokens_post_pad,
     mul_routed_weight, topk, block_size, bias, real_token_num,
 ):  # fmt: skip
-    """As fused_moe_kernel, of int8 weights with a scale a row, in A's dtype."""
-    for name, value in (("A_scale", A_scale), ("B_zp", B_zp), ("real_token_num", real_token_num)):
+    """As fused_moe_kernel, of int8 weights with a scale a row, or of int4 ones with scales and zero points for groups,
+    all in A's dtype.
+    """
+    for name, value in (("A_scale", A_scale), ("real_token_num", real_token_num)):
         chip.absent(name, value)
-    require(gs == -1, f"gs {gs} is not emulated: -1 is a scale a row")
-    chip.dtype(torch.int8, B=B)
     chip.half(A=A, B_scale=B_scale)
     chip.contiguous(B=B, B_scale=B_scale)
-    chip.shape("B_scale", B_scale, *B.shape[:2])
-    plain = (B.float() * B_scale.float()[..., None]).to(torch.float32)
+    if B.dtype is torch.uint8:
+        require(B_zp is not None, "what int4 means without zero points is not published")
+        chip.half(A=A, B_zp=B_zp)
+        plain = torch.stack([expand_int4(b, s, z, gs, A.shape[1]) for b, s, z in zip(B, B_scale, B_zp)])
+    else:
+        chip.absent("B_zp", B_zp)
+        require(gs == -1, f"gs {gs} is not emulated: -1 is a scale a row")
+        chip.dtype(torch.int8, B=B)
+        chip.shape("B_scale", B_scale, *B.shape[:2])
+        plain = (B.float() * B_scale.float()[..., None]).to(torch.float32)
     _multiply_experts(
         C, A, plain, topk_weights, topk_ids, sorted_token_ids, experts_ids, num_tokens_post_pad, mul_routed_weight,
         topk, block_size, bias,

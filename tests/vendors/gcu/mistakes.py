@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from inferplane.kernels.fused import vllm_kernels
-from inferplane_gcu.kernels import mla, moe, products
+from inferplane_gcu.kernels import int4, mla, moe, products
 from tests.vendors.mistakes import Change, Mistake, at, swap, with_
 
 
@@ -19,6 +19,14 @@ def flash(words: str, change: Change, caught: str) -> Mistake:
     return Mistake(words, where, None, wrong, "flash_attn:attention", "prefill_d128", caught)
 
 
+def neighbours(data: torch.Tensor) -> torch.Tensor:
+    """Bytes `[K / 2, N]` as they would be with columns 2 j and 2 j + 1 of a weight in one."""
+    parts = data.unflatten(0, (-1, 64))
+    entries = torch.cat((parts & 15, parts >> 4), 1).flatten(0, 1)
+    return entries[::2] | entries[1::2] << 4
+
+
+INT4 = (int4, "vllm")
 ROWS, WRITE = (vllm_kernels, "vllm"), (vllm_kernels, "cache_ops")
 MISTAKES = [
     Mistake("K and V exchanged", WRITE, "reshape_and_cache_flash", swap(0, 1),
@@ -41,6 +49,16 @@ MISTAKES = [
             "vllm_gcu:linear_w8a16", "int8_row", "input has shape"),
     Mistake("groups of 128", (products, "vllm"), "weight_only_quant", at(5, lambda g: 128),
             "vllm_gcu:linear_w8a16", "int8_row", "group_size 128"),
+    Mistake("zero points before their scales", INT4, "gptq_gemm_gcu", swap(2, 3),
+            "vllm_gcu:linear_w4a16", "int4_group", ""),
+    Mistake("signed entries", INT4, "gptq_gemm_gcu", at(1, lambda w: w ^ 0x88),
+            "vllm_gcu:linear_w4a16", "int4_group", ""),
+    Mistake("neighbours in one byte", INT4, "gptq_gemm_gcu", at(1, neighbours),
+            "vllm_gcu:linear_w4a16", "int4_group", ""),
+    Mistake("weights in int4 turned", INT4, "gptq_gemm_gcu", at(1, lambda w: w.t().contiguous()),
+            "vllm_gcu:linear_w4a16", "int4_group", "weight has shape"),
+    Mistake("zero points of experts left out", (moe, "vllm"), "fused_moe_quant_kernel", at(6, lambda zero: None),
+            "vllm_gcu:moe_experts_w4a16", "int4_group", "without zero points"),
     Mistake("ids in int64", (moe, "moe"), "moe_align_block_size", at(0, lambda ids: ids.long()),
             "vllm_gcu:moe_experts", "t13", "topk_ids is torch.int32"),
     Mistake("blocks of 16 pairs", (moe, "vllm"), "fused_moe_kernel", at(10, lambda n: 16),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,6 +60,8 @@ def moe_route_grouped(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, to
     return weights * view.factor, ids
 
 
+Aligned = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Pairs by expert in whole blocks, each block's expert, and how many entries are used; all int32."""
 Product = Callable[..., None]
 """A product over experts: `(result, rows, weight, weights, ids, aligned pairs, weighted, experts per row)`."""
 
@@ -71,11 +73,11 @@ def _multiply(
     vllm.fused_moe_kernel(out, x, weight, weights, ids, *aligned, weighted, k, BLOCK_PAIRS, None)
 
 
-def _run_experts(
+def run_experts(
     view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, shape: Sequence[int], product: Product
 ) -> torch.Tensor:
-    """Five calls; how many blocks an expert has is known to the device alone. `shape` is that of gate and up."""
-    experts, columns, _ = shape
+    """Five calls; how many blocks an expert has is known to the device alone. `shape` is `E, N` of gate and up."""
+    experts, columns = shape
     tokens, k = ids.shape
     ids, weights = ids.int().contiguous(), weights.float().contiguous()
     aligned = _align_pairs(ids, experts)
@@ -93,7 +95,7 @@ def _run_experts(
 @fused("moe_experts", ALL_EXPERTS_LOCAL)
 def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Experts in the activations' dtype."""
-    return _run_experts(view, x, weights, ids, view.gate_up.shape, _multiply)
+    return run_experts(view, x, weights, ids, view.gate_up.shape[:2], _multiply)
 
 
 class Int8Stack:
@@ -117,15 +119,34 @@ class Int8Stack:
 INT8_EXPERTS = Packing("vllm_gcu.int8_experts", Int8Stack)
 
 
+class Operand(NamedTuple):
+    """Quantized experts as fused_moe_quant_kernel takes them: entries, scales, columns that share a scale (or
+    `SCALE_PER_ROW`), and zero points times scales, which int8 is without.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    group: int
+    zero: torch.Tensor | None
+
+
+def multiply_quantized(
+    out: torch.Tensor, x: torch.Tensor, weight: Operand, weights: torch.Tensor, ids: torch.Tensor, aligned: Aligned,
+    weighted: bool, k: int,
+) -> None:  # fmt: skip
+    """_C::fused_moe_quant_kernel, whose weights are expanded within the product."""
+    vllm.fused_moe_quant_kernel(
+        out, x, weight.data, None, weight.scale, weight.group, weight.zero, weights, ids, *aligned, weighted, k,
+        BLOCK_PAIRS, None, None,
+    )  # fmt: skip
+
+
 def _multiply_int8(
     out: torch.Tensor, x: torch.Tensor, weight: Int8Stack, weights: torch.Tensor, ids: torch.Tensor, aligned: Any,
     weighted: bool, k: int,
 ) -> None:  # fmt: skip
     scale = weight.scale_in(x.dtype)
-    vllm.fused_moe_quant_kernel(
-        out, x, weight.data, None, scale, SCALE_PER_ROW, None, weights, ids, *aligned, weighted, k, BLOCK_PAIRS, None,
-        None,
-    )  # fmt: skip
+    multiply_quantized(out, x, Operand(weight.data, scale, SCALE_PER_ROW, None), weights, ids, aligned, weighted, k)
 
 
 @fused(
@@ -139,11 +160,11 @@ def moe_experts_w8a16(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: to
 
     Source: invoke_fused_moe_kernel and MoeWNA16GCUMethod of the same repository (use_int8_w8a16).
     """
-    return _run_experts(view, x, weights, ids, view.gate_up.data.shape, _multiply_int8)
+    return run_experts(view, x, weights, ids, view.gate_up.data.shape[:2], _multiply_int8)
 
 
-def _align_pairs(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Pairs by expert in whole blocks, each block's expert, and how many entries are used; all int32."""
+def _align_pairs(ids: torch.Tensor, experts: int) -> Aligned:
+    """Sort the pairs of `ids` `[T, k]` by expert."""
     size = ids.numel() + experts * (BLOCK_PAIRS - 1)
     pairs, owners, used = ids.new_empty(size), ids.new_empty(size // BLOCK_PAIRS), ids.new_empty(1)
     align = moe.sgl_moe_align_block_size if experts >= MANY_EXPERTS else moe.moe_align_block_size
