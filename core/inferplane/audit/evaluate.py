@@ -84,6 +84,7 @@ class Evaluation:
         divergence: mean Kullback-Leibler divergence of the model from the reference, in nats a token.
         agreement: share of positions at which both have the same most likely token.
         by_position: figures by the position in the window. by_file: by the texts' files.
+            by_window: of each window, so that two evaluations of the same windows can be compared in pairs.
         scores: of all windows.
     """
 
@@ -96,13 +97,16 @@ class Evaluation:
     agreement: Interval | None
     by_position: Sequence[Part]
     by_file: Sequence[Part]
+    by_window: Sequence[Part]
     scores: Sequence[TokenScores]
 
     def data(self) -> dict[str, Any]:
         """Everything but the scores, JSON-ready."""
         names = ("perplexity", "reference_perplexity", "ratio", "divergence", "agreement")
         figures = {name: None if (value := getattr(self, name)) is None else value._asdict() for name in names}
-        parts = {name: [asdict(part) for part in getattr(self, name)] for name in ("by_position", "by_file")}
+        parts = {
+            name: [asdict(part) for part in getattr(self, name)] for name in ("by_position", "by_file", "by_window")
+        }
         return {"windows": self.windows, "tokens": self.tokens, **figures, **parts}
 
 
@@ -197,6 +201,7 @@ def evaluate(scores: Sequence[TokenScores], seed: int = 0) -> Evaluation:
         agreement=interval(totals("agreement")) if has_reference else None,
         by_position=_by_position(scores),
         by_file=_by_file(scores),
+        by_window=[_part(each.name, [each], slice(None)) for each in scores],
         scores=scores,
     )
 
