@@ -95,9 +95,10 @@ def calibrate(
         UnsupportedModelError: the model cannot be calibrated.
         CheckpointError: a tensor cannot be read, or the folder holds something else.
     """
-    check_windows(settings.windows, int(copy.origin.config.get("vocab_size") or 0))
+    config = copy.origin.config
+    check_windows(settings.windows, int(config.get("vocab_size") or 0), int(config.get("max_position_embeddings") or 0))
     longest = max(map(len, settings.windows))
-    plan = Build(copy.origin.config, format_of=copy.stored.format_of, positions=longest)
+    plan = Build(config, format_of=copy.stored.format_of, positions=longest)
     model = build(plan, plugins)
     if not len(model.layers):
         raise UnsupportedModelError(f"{copy.origin.name} has no layers.", remedy="quantize it without --data")
@@ -123,13 +124,16 @@ def calibrate(
     return CalibratedTensors(partial, settings)
 
 
-def check_windows(windows: Sequence[Sequence[int]], vocab: int) -> None:
-    """Raise UsageError for windows that are too short or have ids that the model lacks."""
+def check_windows(windows: Sequence[Sequence[int]], vocab: int, positions: int) -> None:
+    """Raise UsageError for windows that are too short or too long, or have ids that the model lacks; 0: no limit."""
     if not windows:
         raise UsageError("No windows to calibrate on.", remedy="give texts, or windows of token ids")
     for ids in windows:
         if len(ids) < MIN_WINDOW:
             raise UsageError(f"A window of {len(ids)} tokens.", remedy=f"windows have at least {MIN_WINDOW}")
+        if positions and len(ids) > positions:
+            what = f"A window of {len(ids)} tokens for a model of {positions} positions."
+            raise UsageError(what, remedy=f"lower --window-tokens to {positions} at most")
         if vocab and max(ids) >= vocab:
             raise UsageError(f"A window has token {max(ids)}.", there_is=f"ids 0 to {vocab - 1}")
 

@@ -175,7 +175,12 @@ def test_experts_that_few_tokens_reach_are_calibrated_on_the_inputs_of_all(tmp_p
 
 @pytest.mark.parametrize(
     ("windows", "what"),
-    [([], "No windows"), ([[1] * 15], "15 tokens"), ([[1] * 20, [4096] * 20], "token 4096")],
+    [
+        ([], "No windows"),
+        ([[1] * 15], "15 tokens"),
+        ([[1] * 20, [4096] * 20], "token 4096"),
+        ([[1] * 2049], "2048 positions"),
+    ],
 )
 def test_windows_that_do_not_fit(windows, what, tmp_path):
     settings = CalibrationSettings(make_recipe([], METHODS), windows)

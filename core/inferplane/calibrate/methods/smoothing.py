@@ -25,6 +25,8 @@ CONSTANTS = tuple(1 + i / 2 for i in range(9))
 Spread = Callable[[torch.Tensor], torch.Tensor]
 ROWS = 512
 """Most rows of inputs that a candidate is tried on."""
+OUTPUTS, BLOCK = 768, 128
+"""Most rows of a weight that a candidate is tried on, taken in blocks of so many, which may share scales."""
 
 
 def smoothquant(act_max: torch.Tensor, weight_max: torch.Tensor, alpha: float = 0.5) -> torch.Tensor:
@@ -59,8 +61,11 @@ class Trial:
     ) -> None:
         every = max(1, len(x) // ROWS)
         self.spread = spread
+        if len(weight) > OUTPUTS:
+            blocks, count = weight.split(BLOCK), OUTPUTS // BLOCK
+            weight = torch.cat([blocks[i * len(blocks) // count] for i in range(count)])
         self.x, self.weight, self.format, self.quant = x[::every][:ROWS], weight, format, quant
-        self.expected = self.x @ weight.T
+        self.expected = self.x @ self.weight.T
 
     def loss(self, scale: torch.Tensor) -> float:
         """Mean squared error of the products with a scale of channels."""

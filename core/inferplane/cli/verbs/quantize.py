@@ -75,6 +75,8 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
             files.name, files.config_of_tensors(), source, files.folder, files.weight_files(), host().models()
         )
         calibration = None if settings is None else _Calibration(settings, folder, loading.phase)
+        if calibration is not None:
+            screen.note(calibration.describe())
         try:
             run = None if calibration is None else calibration.run
             found = quantize_checkpoint(origin, args.quantization, folder, __version__, loading.bar, run)
@@ -131,6 +133,12 @@ class _Calibration:
     def __init__(self, settings: CalibrationSettings, out: Path, say: Callable[[str], None]) -> None:
         self.settings, self.say = settings, say
         self.folder = out.with_name(out.name + ".calibration")
+
+    def describe(self) -> str:
+        """What is done, and where unfinished work is."""
+        count, names = len(self.settings.windows), ", ".join(self.settings.recipe.names)
+        begun = "goes on with" if self.folder.exists() else "unfinished work is in"
+        return f"calibrating ({names}) on {count} windows; {begun} {self.folder}"
 
     def run(self, copy: QuantizedCopy) -> CalibratedTensors:
         """Calibrate a copy."""
