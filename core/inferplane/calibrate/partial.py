@@ -134,6 +134,10 @@ class PartialCalibration:
             for name in file.keys():  # noqa: SIM118 - no mapping
                 self._files[name.removesuffix(f"|{SCALE}").removesuffix(f"|{DATA}")] = path
 
+    def names(self) -> list[str]:
+        """Tensors of all calibrated layers, by checkpoint names."""
+        return sorted(self._files)
+
     def quantized(self, name: str) -> QTensor | None:
         """A calibrated weight; None if there is none of this name."""
         path = self._files.get(name)

@@ -65,6 +65,10 @@ class CalibratedTensors:
             *([f"Channels were rescaled in {folded} places, without changing float32 results."] if folded else []),
         ]
 
+    def names(self) -> list[str]:
+        """See `Calibrated.names`."""
+        return self._partial.names()
+
     def quantized(self, name: str) -> QTensor | None:
         """See `Calibrated.quantized`."""
         return self._partial.quantized(name)

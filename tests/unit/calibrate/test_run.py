@@ -22,8 +22,8 @@ from inferplane.calibrate import (
 from inferplane.calibrate.partial import PartialCalibration
 from inferplane.calibrate.texts import Text
 from inferplane.engine import ModelFiles
-from inferplane.errors import CheckpointError, PluginError, UsageError
-from inferplane.models.writing.quantize import ModelToQuantize, quantize_checkpoint
+from inferplane.errors import CheckpointError, PluginError, UnsupportedModelError, UsageError
+from inferplane.models.writing.quantize import ModelToQuantize, QuantizedCopy, list_parts, quantize_checkpoint
 from inferplane.plugins import host
 from inferplane.quant.online import quantize
 from tests.families.cases import CASES, make
@@ -155,6 +155,50 @@ def test_rescaled_channels_lose_less_where_some_are_large(tmp_path):
         write(origin_of(tmp_path / "model"), tmp_path / name, settings)
         errors[name] = sum(report.error for report in PartialCalibration(partial).reports())
     assert errors["smooth"] < errors["nearest"] / 4
+
+
+def test_changed_parts_of_what_is_stored_as_one_are_written(tmp_path):
+    """Biases of q, k and v in one tensor: the values' part is divided where the output projection is multiplied."""
+    make("llama", "gqa", tmp_path / "model", attention_bias=True)
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    draw = torch.Generator().manual_seed(1)
+    tensors = {
+        name: torch.randn(value.shape, generator=draw) if name.endswith("v_proj.bias") else value
+        for name, value in tensors.items()
+    }
+    save_file(tensors, path, {"format": "pt"})
+    vocab = ModelFiles(tmp_path / "model").config["vocab_size"]
+    origin = origin_of(tmp_path / "model")
+    write(origin, tmp_path / "copy", settings_of("smooth", vocab=vocab))
+    after = load_file(tmp_path / "copy" / "model.safetensors")
+    name = "model.layers.0.self_attn.v_proj.bias"
+    assert not torch.equal(after[name], tensors[name])
+    shown = Renamed({f"{n}.bias": v for n, v in {"a.q_proj": 1, "a.k_proj": 2, "a.v_proj": 3}.items()})
+    assert list_parts("a.qkv_proj.bias") == list(shown.values)
+    copy = QuantizedCopy(origin, "a8w8")
+    copy.calibrated = shown
+    assert copy._find_changed("a.qkv_proj.bias").tolist() == [1, 2, 3]
+    with pytest.raises(UnsupportedModelError, match=r"3 calibrated tensors have no place in the copy, first a\.k_proj"):
+        next(copy.tensors(None))
+
+
+class Renamed:
+    """Calibrated tensors of a model that is another one."""
+
+    how, paragraphs = "", ()
+
+    def __init__(self, values):
+        self.values = {name: torch.tensor([float(value)]) for name, value in values.items()}
+
+    def names(self):
+        return self.values.keys()
+
+    def quantized(self, name):
+        return None
+
+    def plain(self, name):
+        return self.values.get(name)
 
 
 def test_experts_that_few_tokens_reach_are_calibrated_on_the_inputs_of_all(tmp_path):

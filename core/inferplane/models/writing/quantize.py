@@ -77,6 +77,9 @@ class Calibrated(Protocol):
     how: str
     paragraphs: Sequence[str]
 
+    def names(self) -> Collection[str]:
+        """Tensors that it has."""
+
     def quantized(self, name: str) -> QTensor | None:
         """A weight; None: it was not calibrated."""
 
@@ -241,6 +244,13 @@ class QuantizedCopy:
 
     def tensors(self, progress: Progress | None) -> Iterator[tuple[str, torch.Tensor]]:
         """Read, quantize and give every tensor, by name."""
+        if self.calibrated is not None:
+            written = {part for name in self.names for part in (name, *list_parts(name))}
+            if lost := sorted(set(self.calibrated.names()) - written):
+                raise UnsupportedModelError(
+                    f"{len(lost)} calibrated tensors have no place in the copy, first {lost[0]}.",
+                    remedy="quantize it without --data",
+                )
         for count, name in enumerate(self.names, 1):
             if name in self.formats:
                 yield from split(name, self._read(name), self.formats[name], deepseek=self._deepseek_form)
@@ -273,9 +283,18 @@ class QuantizedCopy:
         known = [part for part in parts if part is not None]
         return QTensor.cat(known) if known and len(known) == len(parts) else None
 
+    def _find_changed(self, name: str) -> torch.Tensor | None:
+        """The new values of a tensor that is not quantized, also of one that holds several parts."""
+        assert self.calibrated is not None
+        if (found := self.calibrated.plain(name)) is not None:
+            return found
+        parts = [self.calibrated.plain(part) for part in list_parts(name)]
+        known = [part for part in parts if part is not None]
+        return torch.cat(known) if known and len(known) == len(parts) else None
+
     def _read_plain(self, name: str) -> torch.Tensor:
         """A tensor's values."""
-        if self.calibrated is not None and (found := self.calibrated.plain(name)) is not None:
+        if self.calibrated is not None and (found := self._find_changed(name)) is not None:
             return found.to(self._dtype_of(name)).reshape(find_published_shape(name, self.source.shape(name) or ()))
         shape, stored = self.source.shape(name) or (), self.stored.format_of(name)
         if stored != PLAIN:
@@ -365,6 +384,7 @@ def _is_part(name: str, every: Collection[str]) -> bool:
 def list_parts(name: str) -> list[str]:
     """Names of the projections that are stored as one under this name; none if it is another."""
     for whole, parts in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
-        if name.endswith(f".{whole}{WEIGHT}"):
-            return [name.replace(f".{whole}{WEIGHT}", f".{part}{WEIGHT}") for part in parts]
+        for suffix in (WEIGHT, ".bias"):
+            if name.endswith(f".{whole}{suffix}"):
+                return [f"{name.removesuffix(whole + suffix)}{part}{suffix}" for part in parts]
     return []
