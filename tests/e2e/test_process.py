@@ -269,7 +269,7 @@ def test_a_limit_holds_while_constraints_are_compiled(process: bool) -> None:
             await collect(llm.generate("x", SamplingParams(max_tokens=1)))  # now the tokenizer is loaded
             slow = SamplingParams(max_tokens=2, regex="(a|b|ab|ba|aab){1,400}(c|d|cd){1,400}[a-z]{1,500}x")
             streams = []
-            for i in range(12):
+            for i in range(20):
                 how = replace(slow, regex=f"{slow.regex}{i}")
                 streams.append(asyncio.ensure_future(collect(llm.generate("x", how))))
             await asyncio.wait(streams, return_when=asyncio.FIRST_COMPLETED)  # now the others wait for the compilers

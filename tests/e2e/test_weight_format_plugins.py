@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from inferplane import LLM, SamplingParams, plugins
+from inferplane.calibrate import Inputs, WeightToRound, load_methods
 from inferplane.errors import PluginError, UnsupportedModelError
 from inferplane.types import PLAIN
 from tests.e2e.tiny_models import llama_config, prompts, random_model
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "adding-a-weight-format.md"
-(EXAMPLE,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+EXAMPLE, METHOD = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 HEAD = """
 import torch
 from inferplane.plugin import QTensor, WeightFormat, hookimpl, read_tensor
@@ -201,3 +202,15 @@ def test_random_weights_need_no_reader(with_plugins):
 def test_the_example_needs_no_other_name():
     """The page's plugin imports promised names alone."""
     assert set(re.findall(r"^from (\S+) import", EXAMPLE, re.M)) == {"inferplane.plugin"}
+
+
+def test_the_calibration_method_of_the_page(tmp_path):
+    """It is registered, and rounds to nearest."""
+    registered = {}
+    scope: dict = {}
+    exec(METHOD, scope)
+    scope["inferplane_register_calibration"](registered.__setitem__)
+    method = load_methods(registered)["half"]
+    weight = torch.randn(8, 128, generator=torch.Generator().manual_seed(0))
+    q = method.run(WeightToRound(weight, Inputs(128, None), "int8_row", None))
+    assert (method.kind, q.shape) == ("round", (8, 128)) and (q.dequantize() - weight).abs().max() < 0.02

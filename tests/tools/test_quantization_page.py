@@ -21,7 +21,8 @@ def host():
         ("gcu", "s60", "a8w8", "auto", "w", set()),
         ("npu", "910b", "a8w8_fp8", "auto", "e", {("npu", "linear", "fp8")}),
         ("npu", "950", "a8w8_fp8", "auto", "n", set()),
-        ("npu", "910b", "weight_only_int8", "int8", "t", {("npu", "attention", "int8")}),
+        ("npu", "910b", "weight_only_int8", "int8", "n", set()),
+        ("gcu", "s60", "weight_only_int8", "int8", "t", {("gcu", "attention", "int8")}),
         ("npu", "910b", "weight_only_int8", "fp8", "-", {("npu", "cache", "fp8")}),
     ],
 )

@@ -59,6 +59,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     from inferplane.files import check_writable, write_atomically
 
     tokens = as_integer("window_tokens", args.window_tokens, 16)
+    most = None if args.windows is None else as_integer("windows", args.windows, 1)
     page = None if args.html is None else Path(args.html).expanduser()
     if page is not None:
         check_writable(page)
@@ -78,8 +79,8 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
                     remedy="hold it against a model with the same tokenizer",
                 )
         windows = slice_windows(texts, model.tokenizer.encode, tokens)
-        if args.windows is not None:
-            windows = draw_windows(windows, as_integer("windows", args.windows, 1), args.seed)
+        if most is not None:
+            windows = draw_windows(windows, most, args.seed)
         with screen.progress_counter("evaluating", len(windows)) as count:
             found = evaluate(score_windows(model, windows, reference, count), args.seed)
     settings = [(name.replace("_", " "), str(value)) for name, value in options.items() if value]
