@@ -3,6 +3,8 @@
 from inferplane.calibrate.catalog import load_methods
 from inferplane.calibrate.observe import Inputs
 from inferplane.calibrate.recipe import Channels, Method, Recipe, WeightToRound, make_recipe
+from inferplane.calibrate.rotate import rotate
+from inferplane.calibrate.rotations import Rotation
 from inferplane.calibrate.run import CalibratedTensors, CalibrationSettings, calibrate
 from inferplane.calibrate.texts import draw_windows, read_texts, slice_windows
 
@@ -13,11 +15,13 @@ __all__ = [
     "Inputs",
     "Method",
     "Recipe",
+    "Rotation",
     "WeightToRound",
     "calibrate",
     "draw_windows",
     "load_methods",
     "make_recipe",
     "read_texts",
+    "rotate",
     "slice_windows",
 ]

@@ -12,6 +12,7 @@ from inferplane.calibrate.methods.gptq import gptq
 from inferplane.calibrate.methods.rounding import round_to_nearest, search_clip
 from inferplane.calibrate.methods.smoothing import pss, search_smooth
 from inferplane.calibrate.recipe import Channels, Method, WeightToRound
+from inferplane.calibrate.rotations import Rotation
 from inferplane.errors import PluginError
 from inferplane.models.registry import resolve
 from inferplane.types import QTensor
@@ -68,6 +69,11 @@ def make_awq() -> Method:
         return awq(channels.trial(quantizes_inputs=False), channels.act_mean())
 
     return Method("scale", run, "AWQ, arXiv 2306.00978")
+
+
+def make_rotate() -> Method:
+    """Randomized Hadamard rotations."""
+    return Method("rotate", Rotation, "randomized Hadamard rotations, QuaRot, arXiv 2404.00456")
 
 
 def load_methods(targets: Mapping[str, str | Callable[..., Any]]) -> dict[str, Method]:

@@ -11,6 +11,7 @@ import torch
 from inferplane.calibrate.folds import Fold
 from inferplane.calibrate.methods.smoothing import Trial
 from inferplane.calibrate.observe import Inputs
+from inferplane.calibrate.rotations import Rotation
 from inferplane.errors import UsageError
 from inferplane.types import ActivationQuant, QTensor
 
@@ -74,6 +75,8 @@ Scale = Callable[[Channels], torch.Tensor]
 """Gives the scale of channels, `[C]`, positive."""
 Round = Callable[[WeightToRound], QTensor]
 """Rounds a weight to its format."""
+Rotate = Callable[[int, int], Rotation]
+"""Makes the rotation of a residual stream of so many channels, with a seed."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +84,15 @@ class Method:
     """A calibration method.
 
     Args:
-        kind: "scale" chooses scales of channels, "round" rounds weights.
+        kind: "rotate" makes a rotation of the residual stream, "scale" chooses scales of channels, "round" rounds
+            weights.
         run: does it.
         about: what it is, in a line.
         needs_hessian: whether it reads `Inputs.hessian`.
     """
 
-    kind: Literal["scale", "round"]
-    run: Scale | Round
+    kind: Literal["rotate", "scale", "round"]
+    run: Rotate | Scale | Round
     about: str
     needs_hessian: bool = False
 
@@ -101,11 +105,13 @@ class Recipe:
         names: as they were given.
         scale: chooses scales of channels; None: channels stay as they are.
         round: rounds weights.
+        rotation: makes the rotation of the residual stream (`rotate`); None: it is not rotated.
     """
 
     names: tuple[str, ...]
     scale: Method | None
     round: Method
+    rotation: Method | None = None
 
     @property
     def needs_hessian(self) -> bool:
@@ -113,8 +119,13 @@ class Recipe:
         return self.round.needs_hessian or (self.scale is not None and self.scale.needs_hessian)
 
 
+KINDS = {"rotate": "rotate the residual stream", "scale": "choose scales of channels", "round": "round weights"}
+"""What methods do, by kind."""
+
+
 def make_recipe(names: Sequence[str], methods: Mapping[str, Method]) -> Recipe:
-    """The methods of these names: one that rounds, `nearest` if none is given, and at most one before it.
+    """The methods of these names: one that rounds, `nearest` if none is given, at most one that rotates, and at most
+    one that chooses scales.
 
     Raises:
         UsageError: a name is unknown, or two methods do the same.
@@ -126,8 +137,9 @@ def make_recipe(names: Sequence[str], methods: Mapping[str, Method]) -> Recipe:
             raise UsageError(f"--method {name!r}.", there_is=listed, remedy="chain them with commas: smoothquant,gptq")
         kind = methods[name].kind
         if kind in chosen:
-            what = "round weights" if kind == "round" else "choose scales of channels"
+            what = KINDS[kind]
             raise UsageError(f"--method: {chosen[kind]} and {name} both {what}.", remedy="name one of them")
         chosen[kind] = name
     rounding = methods[chosen.get("round", "nearest")]
-    return Recipe(tuple(names), methods[chosen["scale"]] if "scale" in chosen else None, rounding)
+    scale, rotation = (methods[chosen[kind]] if kind in chosen else None for kind in ("scale", "rotate"))
+    return Recipe(tuple(names), scale, rounding, rotation)

@@ -24,6 +24,10 @@ from inferplane.quant import READERS
 from inferplane.types import PLAIN, QTensor
 
 Progress = Callable[[int, int], None]
+ROTATED = (
+    "The residual stream and the values of attention are rotated, without changing float32 results by more than "
+    "1e-5; so the embedding and the head are two tensors."
+)
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class CalibratedTensors:
         self.paragraphs: Sequence[str] = [
             f"SHA-256 of the windows' token ids: `{hash_windows(windows)}`. Texts: {', '.join(settings.data) or '-'}.",
             f"What quantizing each layer added, as squares of the error over squares of its result: {losses}.",
+            *([ROTATED] if settings.recipe.rotation is not None else []),
             *([f"Channels were rescaled in {folded} places, without changing float32 results."] if folded else []),
         ]
 
@@ -151,6 +156,7 @@ def describe(copy: QuantizedCopy, settings: CalibrationSettings) -> dict[str, An
         "model": copy.origin.name,
         "files": files,
         "scheme": copy.scheme,
+        "config": dict(copy.origin.changes),
         "formats": formats,
         "methods": list(settings.recipe.names),
         "windows": hash_windows(settings.windows),

@@ -6,8 +6,9 @@ of compressed-tensors, or DeepSeek's own where all is FP8 in blocks of 128 x 128
 
 With --data the model is calibrated on texts, layer by layer: each layer reads what the quantized layers before it
 return. --method says how, as names with commas: one that rounds weights (nearest, clip, gptq), and before it one that
-rescales channels without changing results (smoothquant, pss, awq), or one that a plugin brings. Unfinished work is
-beside the new folder, as FOLDER.calibration: the same command goes on with it.
+rescales channels without changing results (smoothquant, pss, awq), and one that rotates the residual stream (rotate);
+or those that a plugin brings. Unfinished work is beside the new folder, as FOLDER.calibration: the same command goes
+on with it.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from inferplane.units import format_bytes
 if TYPE_CHECKING:
     from inferplane.calibrate import CalibratedTensors, CalibrationSettings
     from inferplane.engine import ModelFiles
-    from inferplane.models.writing.quantize import QuantizedCopy
+    from inferplane.models.writing.quantize import ModelToQuantize, QuantizedCopy
 
 SCHEMA = 1
 WINDOWS, WINDOW_TOKENS = 128, 512
+ROTATED_TOKENS = 64
+"""Tokens on which a rotated layer is compared with the layer as it is."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -40,8 +43,10 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--out", metavar="FOLDER", help="a new folder", required=True)
     words = "texts to calibrate on: files of text or JSON lines, and folders of them"
     parser.add_argument("--data", metavar="PATH", nargs="+", help=words)
-    words = "with --data: clip, gptq, smoothquant, pss, awq, or two as pss,gptq"
+    words = "with --data: clip, gptq, smoothquant, pss, awq, rotate, or several as pss,gptq"
     parser.add_argument("--method", metavar="NAMES", help=words)
+    words = "columns of int4 weights that share a scale: 32, 64 or 128 (default 32)"
+    parser.add_argument("--group-size", metavar="N", type=int, help=words)
     words = f"most windows of text (default {WINDOWS})"
     parser.add_argument("--windows", metavar="N", type=int, default=WINDOWS, help=words)
     words = f"tokens of a window (default {WINDOW_TOKENS})"
@@ -78,8 +83,12 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
         if calibration is not None:
             screen.note(calibration.describe())
         try:
-            run = None if calibration is None else calibration.run
-            found = quantize_checkpoint(origin, args.quantization, folder, __version__, loading.bar, run)
+            run = None
+            if calibration is not None:
+                origin, run = calibration.prepare(origin), calibration.run
+            found = quantize_checkpoint(
+                origin, args.quantization, folder, __version__, loading.bar, run, args.group_size
+            )
         finally:
             source.close()
         if calibration is not None:
@@ -139,6 +148,17 @@ class _Calibration:
         count, names = len(self.settings.windows), ", ".join(self.settings.recipe.names)
         begun = "goes on with" if self.folder.exists() else "unfinished work is in"
         return f"calibrating ({names}) on {count} windows; {begun} {self.folder}"
+
+    def prepare(self, origin: ModelToQuantize) -> ModelToQuantize:
+        """The model that is quantized: the given one, or the same with a rotated residual stream."""
+        from inferplane.calibrate import rotate
+
+        rotation = self.settings.recipe.rotation
+        if rotation is None:
+            return origin
+        self.say("rotating")
+        ids = self.settings.windows[0][:ROTATED_TOKENS]
+        return rotate(origin, ids, self.settings.seed, origin.plugins, rotation.run)  # type: ignore[arg-type]
 
     def run(self, copy: QuantizedCopy) -> CalibratedTensors:
         """Calibrate a copy."""

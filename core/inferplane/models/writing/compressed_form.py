@@ -42,9 +42,24 @@ FORMS = {
     "fp8_block": "float-quantized",
 }
 """Formats that can be stated, and compressed-tensors' names for their form."""
-ROW_FORMATS = {"int8_group": "int8_row", "int4_group64": "int4_group32"}
+ROW_FORMATS = {"int8_group": "int8_row", "int4_group": "int4_group64", "int4_group64": "int4_group32"}
 """What is taken for a weight whose columns are not whole groups, which compressed-tensors does not read."""
 WEIGHT = ".weight"
+
+
+GROUP_SIZES = (32, 64, 128)
+"""Columns that may share a scale of integers of 4 bits."""
+GROUPED = dict(zip(GROUP_SIZES, ("int4_group32", "int4_group64", "int4_group")))
+
+
+def regroup(format: str, group: int | None) -> str:
+    """The format with groups of another size.
+
+    Args:
+        format: one of `FORMS`; others than groups of integers of 4 bits stay.
+        group: one of `GROUP_SIZES`, or None for the format's own.
+    """
+    return format if group is None or format not in GROUPED.values() else GROUPED[group]
 
 
 def find_storable(format: str, columns: int) -> str:

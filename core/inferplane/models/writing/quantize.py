@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +22,16 @@ from inferplane.models.build import Build
 from inferplane.models.reading.config import Config
 from inferplane.models.reading.normalize import SPELLINGS, TEXT_PART_OF
 from inferplane.models.registry import build
-from inferplane.models.writing.compressed_form import FORMS, WEIGHT, describe, find_storable, plan_tensors, split
+from inferplane.models.writing.compressed_form import (
+    FORMS,
+    GROUP_SIZES,
+    WEIGHT,
+    describe,
+    find_storable,
+    plan_tensors,
+    regroup,
+    split,
+)
 from inferplane.models.writing.model_card import UNCALIBRATED, CardFacts, write_card
 from inferplane.models.writing.planned_source import PlannedSource, find_published_shape
 from inferplane.models.writing.safetensors_writer import PlannedTensor, SafetensorsWriter, count_bytes
@@ -61,6 +70,7 @@ class ModelToQuantize:
         folder: with tokenizer, templates and licence; None: there is none.
         files: its weights' files, which are hashed.
         plugins: model families of plugins.
+        changes: entries of the config that differ from those of the folder's file.
     """
 
     name: str
@@ -69,6 +79,7 @@ class ModelToQuantize:
     folder: Path | None = None
     files: Sequence[Path] = ()
     plugins: Mapping[str, Any] | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Calibrated(Protocol):
@@ -94,6 +105,7 @@ def quantize_checkpoint(
     version: str,
     progress: Progress | None = None,
     calibrate: Callable[[QuantizedCopy], Calibrated] | None = None,
+    group: int | None = None,
 ) -> QuantizedFolder:
     """Write a quantized copy of a model to a new folder; after a failure there is none.
 
@@ -108,6 +120,7 @@ def quantize_checkpoint(
         version: of Inferplane, for the model card.
         progress: called with the number of tensors written, and of all.
         calibrate: called once it is known that the copy can be written.
+        group: columns that share a scale of integers of 4 bits; None: as the scheme has it.
 
     Raises:
         UsageError: the folder exists or cannot be written; the scheme is unknown, cannot be stored, or changes nothing.
@@ -123,7 +136,9 @@ def quantize_checkpoint(
             there_is=f"{other!r}, which has the same weights",
             remedy=f"quantize with {other}, and load with kv_cache_dtype={dtype!r}",
         )
-    copy = QuantizedCopy(origin, scheme)
+    if group not in (None, *GROUP_SIZES):
+        raise UsageError(f"group_size = {group!r}.", there_is=", ".join(map(str, GROUP_SIZES)))
+    copy = QuantizedCopy(origin, scheme, group)
     copy.check()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -157,14 +172,15 @@ class QuantizedCopy:
     Args:
         origin: the model.
         scheme: a quantization scheme.
+        group: see `quantize_checkpoint`.
 
     Attributes: `stored`, the formats of the model as it is, and `source`, its tensors as their readers need them;
     `formats`, those of the copy's quantized weights; `quants`, format -> quantization of activations; `calibrated`,
     what is written in place of weights rounded to nearest, or None.
     """
 
-    def __init__(self, origin: ModelToQuantize, scheme: str) -> None:
-        self.origin, self.scheme = origin, scheme
+    def __init__(self, origin: ModelToQuantize, scheme: str, group: int | None = None) -> None:
+        self.origin, self.scheme, self.group = origin, scheme, group
         config, names = origin.config, set(origin.source.names())
         if config.get(TEXT_PART_OF) is not None:
             raise UnsupportedModelError(
@@ -197,13 +213,13 @@ class QuantizedCopy:
             name
             for name in sorted(every)
             if not (name.rpartition(".")[0] in modules and not name.endswith((WEIGHT, ".bias")))
-            and not (spelling is not None and spelling.is_fused and _is_part(name, every))
+            and not (spelling is not None and spelling.is_fused and is_stored_within(name, every))
         ]
 
     def _choose(self, name: str) -> None:
         """Set the format of a weight, if it has one that can be stored."""
         shape = self.source.shape(name) or ()
-        format = self._found.format_of(name)
+        format = regroup(self._found.format_of(name), self.group)
         if format not in FORMS or len(shape) != 2:
             return
         found = find_storable(format, shape[1])
@@ -322,7 +338,7 @@ class QuantizedCopy:
         plain = [module for module in plain if not module.endswith("embed_tokens")]
         modules = {name.removesuffix(WEIGHT): format for name, format in self.formats.items()}
         stated = describe(modules, self.quants, deepseek=self._deepseek_form, plain=plain)
-        return {**entries, "quantization_config": stated}
+        return {**entries, **self.origin.changes, "quantization_config": stated}
 
     def check(self) -> None:
         """Check that the copy can be read back, by its names and shapes.
@@ -374,8 +390,12 @@ class QuantizedCopy:
         return write_card(facts, name, version)
 
 
-def _is_part(name: str, every: Collection[str]) -> bool:
-    """Whether a tensor is also part of one that is stored as one."""
+def is_stored_within(name: str, every: Collection[str]) -> bool:
+    """Whether a projection is also part of a tensor that holds several.
+
+    Args:
+        name: of its tensor. every: names of all tensors.
+    """
     whole = re.sub(r"(q|k|v)_proj\.weight$", "qkv_proj.weight", name)
     whole = re.sub(r"(gate|up)_proj\.weight$", "gate_up_proj.weight", whole)
     return whole != name and whole in every

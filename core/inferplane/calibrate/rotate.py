@@ -1,0 +1,236 @@
+"""Rotates a model's residual stream, and the values of its attention, by its weights alone: what it computes stays.
+
+The hidden states are multiplied by an orthogonal matrix Q. RMS norms do not see it once their gain is in the products
+behind them: products that read the stream take `W diag(gain) Q`, those that add to it `Q^T W`. Which is which is found
+by running each layer (`NormReaders`), and each rotated layer is compared with the layer as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from inferplane.calibrate.calibrator import EXACT
+from inferplane.calibrate.layers import Hidden, LayeredModel, bind, make_step, run_layer
+from inferplane.calibrate.observe import NormReaders, ProductKey, ProductObserver
+from inferplane.calibrate.rotations import Rotated, RotatedSource, Rotation
+from inferplane.errors import UnsupportedModelError
+from inferplane.models.build import Build
+from inferplane.models.reading.config import Config
+from inferplane.models.registry import build
+from inferplane.models.writing.quantize import ModelToQuantize, is_stored_within, list_parts
+from inferplane.ops import CausalLM, Op
+from inferplane.ops.basic import RMSNorm
+from inferplane.types import Weight
+
+UNTIED = {"tie_word_embeddings": False}
+"""The head reads the stream behind a norm, the embedding writes it: rotated, they are two tensors."""
+
+
+def rotate(
+    origin: ModelToQuantize,
+    ids: Sequence[int],
+    seed: int = 0,
+    plugins: Mapping[str, Any] | None = None,
+    make: Callable[[int, int], Rotation] = Rotation,
+) -> ModelToQuantize:
+    """The same model with a rotated residual stream and rotated values, read from the same files.
+
+    Args:
+        origin: the model, not quantized.
+        ids: token ids that each layer is compared on.
+        seed: of the rotation.
+        plugins: model families of plugins.
+        make: makes the rotation, from the number of channels and the seed.
+
+    Raises:
+        UnsupportedModelError: the model is quantized, or a rotation would change what it computes; says where.
+        CheckpointError: a tensor cannot be read.
+    """
+    if origin.config.get("quantization_config"):
+        raise UnsupportedModelError(f"{origin.name} is quantized.", remedy="rotate the model that it was made of")
+    config = Config({**origin.config, **UNTIED}, origin.config.name)
+    before = build(Build(origin.config, positions=len(ids)), plugins)
+    after = build(Build(config, positions=len(ids)), plugins)
+    if before.mtp:
+        raise UnsupportedModelError(
+            f"{origin.name} has prediction layers, which read the residual stream too.",
+            remedy="quantize without a rotation, or take a copy without them",
+        )
+    rotating = _RotatingModel(
+        origin.name, LayeredModel(before, origin.source, {}), after, make(_width(before), seed), ids
+    )
+    rotating.run()
+    changes, aliases = dict(rotating.changes), rotating.aliases
+    _include_wholes(changes, rotating.source())
+    return replace(origin, config=config, source=RotatedSource(origin.source, changes, aliases), changes=UNTIED)
+
+
+def _width(model: CausalLM) -> int:
+    return next(w.shape[-1] for _, w in model.embed.weights() if len(w.shape) == 2)
+
+
+class _RotatingModel:
+    """Finds how the tensors of a model change.
+
+    Args:
+        name: of the model. before: as it is. after: its tree of ops where the head is a tensor of its own.
+        rotation: of the residual stream. ids: what layers are compared on.
+
+    Attributes: `changes`, by tensor; `aliases`, the head's tensor -> the embedding's.
+    """
+
+    def __init__(
+        self, name: str, before: LayeredModel, after: CausalLM, rotation: Rotation, ids: Sequence[int]
+    ) -> None:
+        self.name, self.before, self.tree, self.rotation, self.ids = name, before, after, rotation, ids
+        self.changes: dict[str, Rotated] = {}
+        self.aliases: dict[str, str] = {}
+
+    def source(self) -> RotatedSource:
+        """The tensors as far as they are known to change."""
+        return RotatedSource(self.before.source, self.changes, self.aliases)
+
+    def _after(self) -> LayeredModel:
+        return LayeredModel(self.tree, self.source(), {})
+
+    def run(self) -> None:
+        """Go through the model in order."""
+        for _, weight in self.tree.embed.weights():
+            self.changes.update(dict.fromkeys(weight.parts, Rotated(columns=self.rotation)))
+        (hidden,) = self.before.embed([self.ids])
+        (found,) = self._after().embed([self.ids])
+        self._compare("its embedding", found.total(), hidden.total())
+        pairs = zip(self.before.model.layers, self.tree.layers, strict=True)
+        for number, (layer, after) in enumerate(pairs):
+            hidden = self._rotate_layer(f"layer {number}", layer, after, hidden)
+        self._rotate_head(hidden)
+
+    def _turn(self, hidden: Hidden) -> Hidden:
+        """The hidden state as the rotated layers see it."""
+        residual = None if hidden.residual is None else self.rotation.columns(hidden.residual)
+        return Hidden(self.rotation.columns(hidden.x), residual)
+
+    def _rotate_layer(self, where: str, layer: Op, after: Op, hidden: Hidden) -> Hidden:
+        """Add a layer's changes; returns what the layer returns as it is."""
+        values, readers = self.before.load(layer), NormReaders()
+        observed = [w for _, w in layer.weights() if w.parts and len(w.shape) > 1]
+        products: set[int] = set()
+
+        def see(key: ProductKey, x: torch.Tensor) -> torch.Tensor:
+            products.add(key.weight)
+            return readers.see(key, x)
+
+        with ProductObserver(values, observed, see):
+            result = run_layer(layer, bind(layer, values, readers.around), hidden, self.ids)
+        stream = dict(_changes_of_stream(layer, readers, products, values, self.rotation))
+        inside = dict(_changes_of_values(layer, stream, set(self.before.source.names())))
+        for extra in (inside, {}):
+            self.changes.update(stream | extra)
+            turned = self._turn(hidden)
+            found = run_layer(after, bind(after, self._after().load(after)), turned, self.ids).total()
+            if self._is_same(found, result.total()):
+                return result
+        self._compare(where, found, result.total())
+        return result
+
+    def _rotate_head(self, hidden: Hidden) -> None:
+        """Add the changes of the final norm and of the head."""
+        model = self.before.model
+        values = {**self.before.load(model.norm), **self.before.load(model.head)}
+        x, _ = bind(model.norm, values)(hidden.x, hidden.residual)
+        want = bind(model.head, values)(x, make_step(self.ids))
+        norms = [op for _, op in model.norm.sites() if isinstance(op, RMSNorm)]
+        if len(norms) != 1:
+            raise UnsupportedModelError(f"{self.name}: {_NO_NORM.format('the head')}", remedy=_REMEDY)
+        gain = values[id(norms[0].weight)] + norms[0].offset
+        self.changes.update(dict.fromkeys(norms[0].weight.parts, Rotated(ones=1.0 - norms[0].offset)))
+        embedding = self.tree.embed.weight.parts[0]
+        for _, weight in self.tree.head.weights():
+            if len(weight.shape) == 2:
+                self.changes.update(dict.fromkeys(weight.parts, Rotated(gain, self.rotation)))
+                missing = [part for part in weight.parts if self.before.source.shape(part) is None]
+                self.aliases.update(dict.fromkeys(missing, embedding))
+        after, turned = self._after(), self._turn(hidden)
+        new = {**after.load(self.tree.norm), **after.load(self.tree.head)}
+        x, _ = bind(self.tree.norm, new)(turned.x, turned.residual)
+        found = bind(self.tree.head, new)(x, make_step(self.ids))
+        self._compare("its head", found, want, turn=False)
+
+    def _is_same(self, found: torch.Tensor, want: torch.Tensor) -> bool:
+        want = self.rotation.columns(want)
+        return bool((found - want).abs().max() <= EXACT * want.abs().max())
+
+    def _compare(self, where: str, found: torch.Tensor, want: torch.Tensor, *, turn: bool = True) -> None:
+        want = self.rotation.columns(want) if turn else want
+        error = ((found - want).abs().max() / want.abs().max()).item()
+        if not error <= EXACT:
+            raise UnsupportedModelError(
+                f"{self.name} cannot be rotated: {where} would return something else, by {error:.1e} of the largest "
+                "entry. A rotation passes RMS norms that products read, and products, but no norm behind a sublayer, "
+                "no other norm and nothing that reads single channels.",
+                remedy=_REMEDY,
+            )
+
+
+_NO_NORM = "it cannot be rotated, because no RMS norm is before {}."
+_REMEDY = "quantize without a rotation: pss,gptq or gptq"
+
+
+def _changes_of_stream(
+    layer: Op, readers: NormReaders, products: Collection[int], values: Mapping[int, torch.Tensor], rotation: Rotation
+) -> Iterator[tuple[str, Rotated]]:
+    """What changes in a layer with the residual stream, by tensor."""
+    weights = {id(w): w for _, w in layer.weights() if w.parts}
+    reading: set[int] = set()
+    for norm, keys in readers.found.items():
+        if not isinstance(norm, RMSNorm) or norm.weight.shape[0] != rotation.size:
+            continue
+        gain = values[id(norm.weight)] + norm.offset
+        for key in keys:
+            if key.weight in weights and weights[key.weight].shape[-1] == rotation.size:
+                reading.add(key.weight)
+                for part in weights[key.weight].parts:
+                    yield part, Rotated(gain, rotation)
+        for part in norm.weight.parts:
+            yield part, Rotated(ones=1.0 - norm.offset)
+    for i, weight in weights.items():
+        if i in products and i not in reading and weight.shape[-2] == rotation.size:
+            for part in weight.parts:
+                yield part, Rotated(rows=rotation)
+    for _, op in layer.sites():
+        for weight, bias in (("weight", "bias"), ("down", "down_bias")):
+            found, added = getattr(op, weight, None), getattr(op, bias, None)
+            is_writer = isinstance(found, Weight) and id(found) in products and id(found) not in reading
+            if is_writer and isinstance(added, Weight) and added.shape[-1] == rotation.size:
+                for part in added.parts:
+                    yield part, Rotated(columns=rotation)
+
+
+def _changes_of_values(
+    layer: Op, stream: Mapping[str, Rotated], stored: Collection[str]
+) -> Iterator[tuple[str, Rotated]]:
+    """What changes beside that if each head's values are rotated, by tensor; not where queries, keys and values are
+    stored as one, whose rows would change apart."""
+    for _, op in layer.sites():
+        if not op.has_grouped_queries:
+            continue
+        qkv, out, dim = op.qkv, op.o, op.head_dim  # type: ignore[attr-defined]
+        parts = [weight.parts for weight in (qkv.weight, qkv.bias) if weight is not None]
+        if not all(len(each) == 3 and not is_stored_within(each[2], stored) for each in parts):
+            continue
+        rotation = Rotation(dim)
+        for _, _, part in parts:
+            yield part, replace(stream.get(part, Rotated()), head_rows=rotation)
+        for part in out.weight.parts:
+            yield part, replace(stream.get(part, Rotated()), head_columns=rotation)
+
+
+def _include_wholes(changes: dict[str, Rotated], source: RotatedSource) -> None:
+    """Let tensors that hold several projections change as these do, which all read the same."""
+    for name in source.names():
+        if name not in changes and (parts := [part for part in list_parts(name) if part in changes]):
+            changes[name] = changes[parts[0]]
