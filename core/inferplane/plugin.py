@@ -64,7 +64,7 @@ from inferplane.errors import (
     warn,
 )
 from inferplane.kvcache.blocked import BlockedKV
-from inferplane.kvcache.paged import latents, paged_layout
+from inferplane.kvcache.paged import latents, list_kv_dtypes, paged_layout
 from inferplane.plugins.hookspecs import API_VERSION, Event, hookimpl
 from inferplane.renamed import warn_of_old_name as _warn_of_old_name
 from inferplane.types import (
@@ -188,6 +188,7 @@ __all__ = [
     "is_installed",
     "latents",
     "libraries_of",
+    "list_kv_dtypes",
     "load_library",
     "minor_of",
     "paged_layout",

@@ -79,4 +79,4 @@ class CpuBackend(Backend):
 
     def kv_layouts(self, request: KVRequest, dtype: torch.dtype) -> Sequence[KVLayout]:
         """Core's paged storage with 16 tokens a block."""
-        return layouts()
+        return layouts(request)

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from inferplane.plugin import KVLayout, paged_layout
+from inferplane.plugin import KVLayout, KVRequest, list_kv_dtypes, paged_layout
 from inferplane_cpu import huge_pages
 
 BLOCK_TOKENS = 16
@@ -18,6 +18,9 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return huge_pages.zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
-def layouts() -> tuple[KVLayout, ...]:
-    """Every layout on offer, the plan's own dtype first."""
-    return tuple(paged_layout(BLOCK_TOKENS, kv_dtype, zeros=_zeros) for kv_dtype in ("auto", "fp8", "int8"))
+GROUPED = KVRequest("gqa", 1, 64, 64)
+
+
+def layouts(request: KVRequest = GROUPED) -> tuple[KVLayout, ...]:
+    """Every layout on offer for what a layer requests, the plan's own dtype first."""
+    return tuple(paged_layout(BLOCK_TOKENS, kv_dtype, zeros=_zeros) for kv_dtype in list_kv_dtypes(request))

@@ -148,9 +148,9 @@ def test_without_an_arena_a_weight_lies_elsewhere(monkeypatch):
 @supported
 @pytest.mark.parametrize("layout", layouts(), ids=lambda layout: layout.name)
 def test_a_cache_is_zeros_on_huge_pages_that_nobody_has_touched(layout):
-    blocks, before = 8 * HUGE_PAGE_BYTES // (16 * 8 * 128), refused()
+    blocks, before = 16 * HUGE_PAGE_BYTES // (16 * 8 * 128), refused()
     kv = layout.build(KVRequest("gqa", 8, 128, 128), blocks, torch.bfloat16, torch.device("cpu"))
-    first = kv.entries[0].view(torch.uint8).flatten()
+    first = kv.list_tensors()[0].flatten().view(torch.uint8)
     touched = on_huge_pages(first)
     first[: 4 * HUGE_PAGE_BYTES].fill_(1)
     assert on_huge_pages(first) - touched + refused() - before >= 3 * HUGE_PAGE_BYTES // 1024

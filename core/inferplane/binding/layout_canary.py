@@ -18,7 +18,8 @@ def check_layout(layout: KVLayout, request: KVRequest, dtype: torch.dtype, devic
     """In words, what a layout does wrongly on the opened device; empty if nothing.
 
     A slot holds what was last written to it, whatever the order of writes and of the block table; a row with slot -1
-    writes nothing; writing, copying and loading change no other slot; NaN in one block reaches no other.
+    writes nothing; writing, copying and loading change no other slot, but for those of a span (`KVLayout.span`); NaN in
+    one block reaches no other.
 
     Args:
         layout: to check, on a cache of `BLOCKS` blocks.
@@ -59,7 +60,7 @@ class _Check:
             if wrong := self._rounding(got[boundaries], want[1:4], boundaries):
                 return wrong
         others = torch.ones(self.slots, dtype=torch.bool)
-        others[boundaries] = False
+        others[self.layout.find_dependents(boundaries)] = False
         return self._same(stored, before, others, "writing to the ends of blocks, with padded rows (slot -1), changed")
 
     def _short_table(self) -> str:

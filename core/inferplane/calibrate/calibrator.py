@@ -156,7 +156,7 @@ class _LayerCalibration:
         weight = torch.cat([self._matrix(key) for key in keys])
         inputs = max((self.inputs[key] for key in keys), key=lambda found: found.rows)
         channels = Channels(weight, inputs, format, self.calibrator.quants.get(format), self.calibrator.seed, fold)
-        return scale_of.run(channels)  # type: ignore[arg-type, return-value]
+        return scale_of.run(channels)  # type: ignore[arg-type, call-arg, return-value]
 
     def _matrix(self, key: ProductKey) -> torch.Tensor:
         value = self.values[key.weight]
@@ -189,7 +189,7 @@ class _LayerCalibration:
         if key.expert >= 0 and inputs.rows < RARE_ROWS:
             inputs = self._with_inputs_of_all(key, inputs)
         quant = self.calibrator.quants.get(format)
-        return self.calibrator.recipe.round.run(WeightToRound(matrix, inputs, format, quant))  # type: ignore[arg-type, return-value]
+        return self.calibrator.recipe.round.run(WeightToRound(matrix, inputs, format, quant))  # type: ignore[arg-type, call-arg, return-value]
 
     def _with_inputs_of_all(self, key: ProductKey, own: Inputs) -> Inputs:
         """An expert's own inputs, and those of all experts with the weight of the rows that it lacks."""

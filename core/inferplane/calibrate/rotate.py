@@ -21,7 +21,8 @@ from inferplane.errors import UnsupportedModelError
 from inferplane.models.build import Build
 from inferplane.models.reading.config import Config
 from inferplane.models.registry import build
-from inferplane.models.writing.quantize import ModelToQuantize, is_stored_within, list_parts
+from inferplane.models.writing.fused_names import is_stored_within, list_parts
+from inferplane.models.writing.quantize import ModelToQuantize
 from inferplane.ops import CausalLM, Op
 from inferplane.ops.basic import RMSNorm
 from inferplane.types import Weight
@@ -31,7 +32,7 @@ UNTIED = {"tie_word_embeddings": False}
 
 
 def rotate(
-    origin: ModelToQuantize,
+    model: ModelToQuantize,
     ids: Sequence[int],
     seed: int = 0,
     plugins: Mapping[str, Any] | None = None,
@@ -40,7 +41,7 @@ def rotate(
     """The same model with a rotated residual stream and rotated values, read from the same files.
 
     Args:
-        origin: the model, not quantized.
+        model: the model, not quantized.
         ids: token ids that each layer is compared on.
         seed: of the rotation.
         plugins: model families of plugins.
@@ -50,23 +51,23 @@ def rotate(
         UnsupportedModelError: the model is quantized, or a rotation would change what it computes; says where.
         CheckpointError: a tensor cannot be read.
     """
-    if origin.config.get("quantization_config"):
-        raise UnsupportedModelError(f"{origin.name} is quantized.", remedy="rotate the model that it was made of")
-    config = Config({**origin.config, **UNTIED}, origin.config.name)
-    before = build(Build(origin.config, positions=len(ids)), plugins)
+    if model.config.get("quantization_config"):
+        raise UnsupportedModelError(f"{model.name} is quantized.", remedy="rotate the model that it was made of")
+    config = Config({**model.config, **UNTIED}, model.config.name)
+    before = build(Build(model.config, positions=len(ids)), plugins)
     after = build(Build(config, positions=len(ids)), plugins)
     if before.mtp:
         raise UnsupportedModelError(
-            f"{origin.name} has prediction layers, which read the residual stream too.",
+            f"{model.name} has prediction layers, which read the residual stream too.",
             remedy="quantize without a rotation, or take a copy without them",
         )
     rotating = _RotatingModel(
-        origin.name, LayeredModel(before, origin.source, {}), after, make(_width(before), seed), ids
+        model.name, LayeredModel(before, model.source, {}), after, make(_width(before), seed), ids
     )
     rotating.run()
     changes, aliases = dict(rotating.changes), rotating.aliases
     _include_wholes(changes, rotating.source())
-    return replace(origin, config=config, source=RotatedSource(origin.source, changes, aliases), changes=UNTIED)
+    return replace(model, config=config, source=RotatedSource(model.source, changes, aliases), changes=UNTIED)
 
 
 def _width(model: CausalLM) -> int:
@@ -109,7 +110,7 @@ class _RotatingModel:
             hidden = self._rotate_layer(f"layer {number}", layer, after, hidden)
         self._rotate_head(hidden)
 
-    def _turn(self, hidden: Hidden) -> Hidden:
+    def _rotate_state(self, hidden: Hidden) -> Hidden:
         """The hidden state as the rotated layers see it."""
         residual = None if hidden.residual is None else self.rotation.columns(hidden.residual)
         return Hidden(self.rotation.columns(hidden.x), residual)
@@ -130,8 +131,8 @@ class _RotatingModel:
         inside = dict(_changes_of_values(layer, stream, set(self.before.source.names())))
         for extra in (inside, {}):
             self.changes.update(stream | extra)
-            turned = self._turn(hidden)
-            found = run_layer(after, bind(after, self._after().load(after)), turned, self.ids).total()
+            rotated = self._rotate_state(hidden)
+            found = run_layer(after, bind(after, self._after().load(after)), rotated, self.ids).total()
             if self._is_same(found, result.total()):
                 return result
         self._compare(where, found, result.total())
@@ -142,7 +143,7 @@ class _RotatingModel:
         model = self.before.model
         values = {**self.before.load(model.norm), **self.before.load(model.head)}
         x, _ = bind(model.norm, values)(hidden.x, hidden.residual)
-        want = bind(model.head, values)(x, make_step(self.ids))
+        expected = bind(model.head, values)(x, make_step(self.ids))
         norms = [op for _, op in model.norm.sites() if isinstance(op, RMSNorm)]
         if len(norms) != 1:
             raise UnsupportedModelError(f"{self.name}: {_NO_NORM.format('the head')}", remedy=_REMEDY)
@@ -154,19 +155,19 @@ class _RotatingModel:
                 self.changes.update(dict.fromkeys(weight.parts, Rotated(gain, self.rotation)))
                 missing = [part for part in weight.parts if self.before.source.shape(part) is None]
                 self.aliases.update(dict.fromkeys(missing, embedding))
-        after, turned = self._after(), self._turn(hidden)
+        after, rotated = self._after(), self._rotate_state(hidden)
         new = {**after.load(self.tree.norm), **after.load(self.tree.head)}
-        x, _ = bind(self.tree.norm, new)(turned.x, turned.residual)
+        x, _ = bind(self.tree.norm, new)(rotated.x, rotated.residual)
         found = bind(self.tree.head, new)(x, make_step(self.ids))
-        self._compare("its head", found, want, turn=False)
+        self._compare("its head", found, expected, is_stream=False)
 
-    def _is_same(self, found: torch.Tensor, want: torch.Tensor) -> bool:
-        want = self.rotation.columns(want)
-        return bool((found - want).abs().max() <= EXACT * want.abs().max())
+    def _is_same(self, found: torch.Tensor, expected: torch.Tensor) -> bool:
+        expected = self.rotation.columns(expected)
+        return bool((found - expected).abs().max() <= EXACT * expected.abs().max())
 
-    def _compare(self, where: str, found: torch.Tensor, want: torch.Tensor, *, turn: bool = True) -> None:
-        want = self.rotation.columns(want) if turn else want
-        error = ((found - want).abs().max() / want.abs().max()).item()
+    def _compare(self, where: str, found: torch.Tensor, expected: torch.Tensor, *, is_stream: bool = True) -> None:
+        expected = self.rotation.columns(expected) if is_stream else expected
+        error = ((found - expected).abs().max() / expected.abs().max()).item()
         if not error <= EXACT:
             raise UnsupportedModelError(
                 f"{self.name} cannot be rotated: {where} would return something else, by {error:.1e} of the largest "
@@ -202,8 +203,8 @@ def _changes_of_stream(
             for part in weight.parts:
                 yield part, Rotated(rows=rotation)
     for _, op in layer.sites():
-        for weight, bias in (("weight", "bias"), ("down", "down_bias")):
-            found, added = getattr(op, weight, None), getattr(op, bias, None)
+        for names in (("weight", "bias"), ("down", "down_bias")):
+            found, added = (getattr(op, name, None) for name in names)
             is_writer = isinstance(found, Weight) and id(found) in products and id(found) not in reading
             if is_writer and isinstance(added, Weight) and added.shape[-1] == rotation.size:
                 for part in added.parts:

@@ -12,7 +12,7 @@ from inferplane.binding import Bench
 from inferplane.engine.runner.kv_cache import DEFAULT_BLOCK_TOKENS
 from inferplane.engine.runner.options import DTYPES
 from inferplane.errors import UsageError
-from inferplane.kvcache import paged_layout
+from inferplane.kvcache import list_kv_dtypes, paged_layout
 from inferplane.plugins import DeviceEntry, PluginHost
 from inferplane.types import HOST, Backend, DeviceState, Features, Kernel, KVLayout, KVRequest
 
@@ -94,7 +94,7 @@ class Subject:
     def layouts(self, request: KVRequest, dtype: torch.dtype) -> Sequence[KVLayout]:
         """Layouts available for a cache request: the backend's, or core's own if the backend has none."""
         available = list(self.backend.kv_layouts(request, dtype))
-        return available or [paged_layout(DEFAULT_BLOCK_TOKENS, kv_dtype) for kv_dtype in ("auto", "fp8", "int8")]
+        return available or [paged_layout(DEFAULT_BLOCK_TOKENS, kv_dtype) for kv_dtype in list_kv_dtypes(request)]
 
     def bench(self, dtype: torch.dtype, layout: str | None = None) -> Bench:
         """The settings with which cases run on this device."""

@@ -2,12 +2,13 @@
 
 from inferplane.kvcache.allocator import BlockAllocator, block_hashes, root_hash
 from inferplane.kvcache.blocked import BlockedKV
-from inferplane.kvcache.paged import KV_DTYPES, PagedKV, paged_layout
+from inferplane.kvcache.paged import KV_DTYPE_NAMES, KV_DTYPES, PagedKV, list_kv_dtypes, paged_layout
 from inferplane.kvcache.states import SLOTS_PER_SEQUENCE, StatePool
 from inferplane.kvcache.tables import TablePlan, blocks_held, deal_layers, single_table, widest_window
 
 __all__ = [
     "KV_DTYPES",
+    "KV_DTYPE_NAMES",
     "SLOTS_PER_SEQUENCE",
     "BlockAllocator",
     "BlockedKV",
@@ -17,6 +18,7 @@ __all__ = [
     "block_hashes",
     "blocks_held",
     "deal_layers",
+    "list_kv_dtypes",
     "paged_layout",
     "root_hash",
     "single_table",

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from inferplane.renamed import old_attributes, warn_of_old_name
 from inferplane.types import HOST, LayerKV
+
+Zeros = Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor]
+"""Makes a tensor of zeros: shape, dtype, device."""
+
+
+def make_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros. On the host the system zeroes memory when it is first touched, so an unused cache costs nothing."""
+    if device.type != HOST:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 @old_attributes({"stored": "list_tensors"})

@@ -8,15 +8,14 @@ when the token is written, so what attention reads never depends on how a prompt
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple, cast
 
-import numpy as np
 import torch
 
 from inferplane.errors import UsageError
-from inferplane.kvcache.blocked import BlockedKV
-from inferplane.types import HOST, KVLayout, KVRequest, LayerKV
+from inferplane.kvcache import int4
+from inferplane.kvcache.blocked import BlockedKV, Zeros, make_zeros
+from inferplane.types import KVLayout, KVRequest, LayerKV
 from inferplane.types.qtensor import round_entries, scales
 
 
@@ -40,20 +39,11 @@ KV_DTYPES: dict[str, KVDtype] = {
     "int8": KVDtype(torch.int8, 127.0, 0.5 / 127),
 }
 """KV dtypes by name; "auto" is the plan's dtype."""
+KV_DTYPE_NAMES = (*KV_DTYPES, *int4.DTYPES)
+"""All that `paged_layout` knows; those of 4 bits are in `int4`."""
 
 LATENT_GROUP = 64
 """Entries of a latent that share a scale. DeepSeek V3's 512 latent and 64 rotated entries are both multiples of it."""
-
-
-Zeros = Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor]
-"""Makes a tensor of zeros: shape, dtype, device."""
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros. On the host the system zeroes memory when it is first touched, so an unused cache costs nothing."""
-    if device.type != HOST:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def _group_shapes(request: KVRequest) -> list[tuple[int, int]]:
@@ -92,7 +82,7 @@ class PagedKV(BlockedKV):
         device: torch.device,
         kv_dtype: str = "auto",
         power_of_two: bool = False,
-        zeros: Zeros = _zeros,
+        zeros: Zeros = make_zeros,
     ) -> None:
         self.power_of_two = power_of_two
         self.request, self.blocks, self.block_tokens, self.layout = request, blocks, block_tokens, layout
@@ -143,7 +133,7 @@ def latents(kv: LayerKV) -> torch.Tensor:
 
 
 def paged_layout(
-    block_tokens: int, kv_dtype: str = "auto", *, power_of_two: bool = False, zeros: Zeros = _zeros
+    block_tokens: int, kv_dtype: str = "auto", *, power_of_two: bool = False, zeros: Zeros = make_zeros
 ) -> KVLayout:
     """Describe core's layout with `block_tokens` tokens per block.
 
@@ -151,7 +141,7 @@ def paged_layout(
 
     Args:
         block_tokens: tokens per block, at least 1.
-        kv_dtype: "auto" (the plan's dtype), "fp8" or "int8".
+        kv_dtype: "auto" (the plan's dtype), "fp8", "int8", "int4", or "k8v4" (keys in int8, values in int4).
         power_of_two: whether to round scales up to powers of two: cheap and exact to apply, at up to twice the rounding
             error.
         zeros: allocates the tensors, `(shape, dtype, device)`; for devices with memory that suits a cache better.
@@ -159,10 +149,12 @@ def paged_layout(
     Raises:
         UsageError: the KV dtype is unknown, or `block_tokens` is less than 1.
     """
-    if kv_dtype not in KV_DTYPES:
-        raise UsageError(f"Unknown KV dtype {kv_dtype!r}.", there_is=", ".join(sorted(KV_DTYPES)))
+    if kv_dtype not in KV_DTYPE_NAMES:
+        raise UsageError(f"Unknown KV dtype {kv_dtype!r}.", there_is=", ".join(sorted(KV_DTYPE_NAMES)))
     if block_tokens < 1:
         raise UsageError(f"A KV block of {block_tokens} tokens.", remedy="use at least 1")
+    if kv_dtype in int4.DTYPES:
+        return _int4_layout(block_tokens, kv_dtype, zeros)
     name = f"paged_{block_tokens}" + ("" if kv_dtype == "auto" else f"_{kv_dtype}") + ("_p2" if power_of_two else "")
 
     def build(request: KVRequest, blocks: int, dtype: torch.dtype, device: torch.device) -> LayerKV:
@@ -176,3 +168,24 @@ def paged_layout(
 
     error = KV_DTYPES[kv_dtype].error * (2 if power_of_two else 1)
     return KVLayout(name, block_tokens, build, bytes_per_block, kv_dtype, error)
+
+
+def list_kv_dtypes(request: KVRequest) -> tuple[str, ...]:
+    """The names of `KV_DTYPE_NAMES` in which `paged_layout` stores what a layer requests."""
+    return tuple(name for name in KV_DTYPE_NAMES if name != "k8v4" or len(request.entry_shapes) == 2)
+
+
+def _int4_layout(block_tokens: int, kv_dtype: str, zeros: Zeros) -> KVLayout:
+    if block_tokens % int4.SPAN:
+        what = f"A KV block of {block_tokens} tokens in {kv_dtype}."
+        raise UsageError(what, remedy=f"use a multiple of {int4.SPAN}")
+    name = f"paged_{block_tokens}_{kv_dtype}"
+
+    def build(request: KVRequest, blocks: int, dtype: torch.dtype, device: torch.device) -> LayerKV:
+        return int4.Int4KV(request, blocks, block_tokens, name, dtype, device, kv_dtype, zeros)
+
+    def bytes_per_block(request: KVRequest, dtype: torch.dtype) -> int:
+        return block_tokens // int4.SPAN * int4.bytes_per_span(request, dtype, kv_dtype)
+
+    span = int4.SPAN if kv_dtype == "int4" else 1
+    return KVLayout(name, block_tokens, build, bytes_per_block, kv_dtype, int4.ERROR, span)

@@ -40,7 +40,7 @@ class MLADims:
     @property
     def request(self) -> KVRequest:
         """The cache request: `[latent | rotated key]`, R + P entries per token."""
-        return KVRequest("mla", 1, self.latent + self.rope)
+        return KVRequest("mla", 1, self.latent + self.rope, rope=self.rope)
 
 
 class MLAKVWrite(Op, name="mla_kv_write"):
@@ -73,7 +73,7 @@ class MLAKVWrite(Op, name="mla_kv_write"):
         """Decode and mixed steps over caches with history; V3's own dims."""
 
         def sample(label: str, latent: int, rope: int, sequences: Sequences, kind: StepKind) -> Sample:
-            request = KVRequest("mla", 1, latent + rope)
+            request = KVRequest("mla", 1, latent + rope, rope=rope)
             tensors = lambda d, t: (d.normal(t, latent), d.normal(t, rope + 16)[:, :rope])  # noqa: E731
             return Sample(label, MLAKVWrite(request), step_inputs(request, sequences, tensors), kind)
 

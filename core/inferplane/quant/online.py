@@ -159,7 +159,7 @@ def formats_read_by_row(kernels: Iterable[Kernel], settings: PlanSettings) -> fr
 def latent_request(config: Mapping[str, Any]) -> KVRequest | None:
     """The cache request of latent attention; None if the config has no latent attention."""
     rank, rope = config.get("kv_lora_rank"), config.get("qk_rope_head_dim")
-    return KVRequest("mla", 1, rank + rope) if isinstance(rank, int) and isinstance(rope, int) else None
+    return KVRequest("mla", 1, rank + rope, rope=rope) if isinstance(rank, int) and isinstance(rope, int) else None
 
 
 def latent_formats(

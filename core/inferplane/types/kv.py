@@ -62,6 +62,7 @@ class KVRequest:
         dim: entries per head in K ("mla": `kv_lora_rank + qk_rope_head_dim`).
         v_dim: entries per head in V (0 for "mla": V is part of the latent).
         window: attention reads only this many last tokens; None: all.
+        rope: "mla": the last entries of a row, which are the rotated key part; 0: not known.
     """
 
     kind: str
@@ -69,6 +70,7 @@ class KVRequest:
     dim: int
     v_dim: int = 0
     window: int | None = None
+    rope: int = 0
 
     @property
     def entry_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -205,8 +207,10 @@ class KVLayout:
         block_tokens: tokens per block.
         build: `(request, blocks, dtype, device)` -> `LayerKV`; allocates.
         bytes_per_block: `(request, dtype)` -> bytes of one block of one layer, including padding and scales.
-        kv_dtype: the registered KV dtype it stores ("auto" is the plan's dtype; "fp8", "int8").
+        kv_dtype: the registered KV dtype it stores ("auto" is the plan's dtype; "fp8", "int8", "int4", "k8v4").
         tolerance: largest error of a stored entry relative to the largest one, in addition to the plan's dtype.
+        span: slots that are written in order, as the tokens of a sequence are: writing the first of a span anew leaves
+            the others undefined until they are written, too. It divides `block_tokens`.
     """
 
     name: str
@@ -215,10 +219,17 @@ class KVLayout:
     bytes_per_block: Callable[[KVRequest, torch.dtype], int] = field(compare=False)
     kv_dtype: str = "auto"
     tolerance: float = 0.0
+    span: int = 1
 
     def blocks_for(self, tokens: int) -> int:
         """Number of blocks that hold `tokens` tokens."""
         return math.ceil(tokens / self.block_tokens)
+
+    def find_dependents(self, slots: torch.Tensor) -> torch.Tensor:
+        """The slots that may change when some are written: themselves, and the spans of which the first one is among
+        them. `[n]` to `[m]`, with repetitions."""
+        firsts = slots[slots % self.span == 0]
+        return torch.cat((slots, (firsts[:, None] + torch.arange(self.span, device=slots.device)).flatten()))
 
 
 Layouts = Mapping[KVRequest, KVLayout]

@@ -23,7 +23,8 @@ from inferplane.calibrate.partial import PartialCalibration
 from inferplane.calibrate.texts import Text
 from inferplane.engine import ModelFiles
 from inferplane.errors import CheckpointError, PluginError, UnsupportedModelError, UsageError
-from inferplane.models.writing.quantize import ModelToQuantize, QuantizedCopy, list_parts, quantize_checkpoint
+from inferplane.models.writing.fused_names import list_parts
+from inferplane.models.writing.quantize import ModelToQuantize, QuantizedCopy, quantize_checkpoint
 from inferplane.plugins import host
 from inferplane.quant.online import quantize
 from tests.families.cases import CASES, make

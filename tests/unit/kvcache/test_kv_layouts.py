@@ -42,7 +42,7 @@ def test_a_stated_error_is_reached():
 
 
 def test_layouts_that_cannot_be():
-    with pytest.raises(UsageError, match=r"'fp3'.*auto, fp8, int8"):
+    with pytest.raises(UsageError, match=r"'fp3'.*auto, fp8, int4, int8, k8v4"):
         paged_layout(16, "fp3")
     with pytest.raises(UsageError, match="block of 0 tokens"):
         paged_layout(0)

@@ -13,7 +13,7 @@ import torch
 from inferplane.binding import Plan
 from inferplane.engine.runner.options import RunnerOptions
 from inferplane.errors import CapacityError, UsageError, warn
-from inferplane.kvcache import StatePool, blocks_held, paged_layout
+from inferplane.kvcache import StatePool, blocks_held, list_kv_dtypes, paged_layout
 from inferplane.kvcache.tables import Windows
 from inferplane.ops import CausalLM, Op
 from inferplane.types import (
@@ -57,7 +57,7 @@ def kv_layouts_for(
         UsageError: no layout has the KV dtype, or the block size of the model that this model drafts for.
     """
     known = list(backend.kv_layouts(request, dtype)) or [
-        paged_layout(DEFAULT_BLOCK_TOKENS, kv_dtype) for kv_dtype in ("auto", "fp8", "int8")
+        paged_layout(DEFAULT_BLOCK_TOKENS, kv_dtype) for kv_dtype in list_kv_dtypes(request)
     ]
     fitting = [x for x in known if x.kv_dtype == options.kv_cache_dtype]
     block_tokens = options.block_tokens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import tempfile
 from collections import Counter
@@ -32,6 +31,7 @@ from inferplane.models.writing.compressed_form import (
     regroup,
     split,
 )
+from inferplane.models.writing.fused_names import is_stored_within, list_parts
 from inferplane.models.writing.model_card import UNCALIBRATED, CardFacts, write_card
 from inferplane.models.writing.planned_source import PlannedSource, find_published_shape
 from inferplane.models.writing.safetensors_writer import PlannedTensor, SafetensorsWriter, count_bytes
@@ -388,23 +388,3 @@ class QuantizedCopy:
             () if calibrated is None else calibrated.paragraphs,
         )
         return write_card(facts, name, version)
-
-
-def is_stored_within(name: str, every: Collection[str]) -> bool:
-    """Whether a projection is also part of a tensor that holds several.
-
-    Args:
-        name: of its tensor. every: names of all tensors.
-    """
-    whole = re.sub(r"(q|k|v)_proj\.weight$", "qkv_proj.weight", name)
-    whole = re.sub(r"(gate|up)_proj\.weight$", "gate_up_proj.weight", whole)
-    return whole != name and whole in every
-
-
-def list_parts(name: str) -> list[str]:
-    """Names of the projections that are stored as one under this name; none if it is another."""
-    for whole, parts in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
-        for suffix in (WEIGHT, ".bias"):
-            if name.endswith(f".{whole}{suffix}"):
-                return [f"{name.removesuffix(whole + suffix)}{part}{suffix}" for part in parts]
-    return []
