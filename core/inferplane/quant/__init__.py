@@ -5,6 +5,7 @@ from inferplane.quant.formats import READERS, read_fp8_block, read_fp8_row, read
 from inferplane.quant.online import (
     SCHEMES,
     explain_no_savings,
+    find_scheme,
     formats_read_by_row,
     latent_formats,
     latent_request,
@@ -27,6 +28,7 @@ __all__ = [
     "count_requantized",
     "explain_no_savings",
     "explain_requantized",
+    "find_scheme",
     "format_of",
     "formats_read_by_row",
     "latent_formats",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -59,7 +59,7 @@ _A8W8_FP8 = OnlineScheme(FP8, FP8, (), _TO_FP8, stored=FP8)
 
 SCHEMES = {
     "weight_only_int8": OnlineScheme(INT8, INT8, INT8),
-    "weight_only_int4": OnlineScheme(INT4, INT4, INT4),
+    "weight_only_int4": OnlineScheme(INT4, INT4, INT8),
     "a8w8": _A8W8,
     "a8w8c8": _A8W8,
     "a8w8_fp8": _A8W8_FP8,
@@ -71,6 +71,8 @@ scale per row and activations in int8 if a kernel quantizes them, except for the
 128 x 128, or in rows where a device reads only these; the head as it is, as in DeepSeek's checkpoints. The last one is
 for models with experts: FP8, and experts in int4, activations in FP8 if a kernel quantizes them."""
 
+HEADS = {"int8": INT8, "int4": INT4, "none": ()}
+"""Weight formats of the output head by the option `head_format`; "auto": those of the scheme."""
 HEAD = "lm_head.weight"
 EXPERTS = ("*.experts.*_proj.weight", "*.experts.*.w[123].weight")
 DENSE = (
@@ -107,6 +109,7 @@ def quantize_on_load(
     config: Mapping[str, Any],
     latent: Collection[str] = (),
     chosen: Mapping[str, str] = MappingProxyType({}),
+    head: str = "auto",
 ) -> QuantFormats:
     """Weight formats by tensor name, and readers that quantize to them.
 
@@ -117,12 +120,12 @@ def quantize_on_load(
             quantized, nor if the scheme quantizes its activations, because attention does not.
         chosen: names of tensors -> the format that a kernel of their op reads (`choose_formats`); others get the
             scheme's first one.
+        head: a value of the option `head_format`.
 
     Raises:
         UsageError: the scheme is unknown.
     """
-    check_scheme(scheme)
-    s = SCHEMES[scheme]
+    s = find_scheme(scheme, head)
     folded = next((f for f in s.dense if f in latent and f not in s.activation_quants), PLAIN)
     first = {"dense": s.dense[0], "experts": s.experts[0], "head": (*s.head, PLAIN)[0], "latent": folded}
 
@@ -130,6 +133,16 @@ def quantize_on_load(
         return chosen.get(name) or first.get(find_role(name), PLAIN)
 
     return QuantFormats(format_of, s.activation_quants, {f: partial(_read, format=f) for f in s.formats})
+
+
+def find_scheme(name: str, head: str = "auto") -> OnlineScheme:
+    """The scheme of a name, with other formats of the output head unless `head` is "auto" (`HEADS`).
+
+    Raises:
+        UsageError: the scheme is unknown.
+    """
+    check_scheme(name)
+    return SCHEMES[name] if head == "auto" else replace(SCHEMES[name], head=HEADS[head])
 
 
 def check_scheme(scheme: str) -> None:
@@ -221,8 +234,9 @@ def explain_no_savings(plan: Plan, scheme: str | None, instead: Sequence[str] = 
 def quantize(weight: torch.Tensor, format: str) -> QTensor:
     """Quantize a plain weight to symmetric groups of columns or to FP8 blocks, by rounding to nearest.
 
-    Scales of integers are rounded to float16 first if they fit, so that a kernel may keep them in two bytes without
-    changing any value.
+    In 4 bits the entry of the largest magnitude of a group becomes -8, so that a step is an eighth of it and not a
+    seventh; the scale has the other sign. Scales of integers are rounded to float16 first if they fit, so that a kernel
+    may keep them in two bytes without changing any value.
 
     Args:
         weight: `[N, K]`, any floating dtype.
@@ -230,6 +244,8 @@ def quantize(weight: torch.Tensor, format: str) -> QTensor:
 
     Returns:
         A QTensor with float32 scales.
+
+    Source: llama.cpp's type Q4_0, for the scales of 4 bits.
     """
     dtype, bits, (rows, columns) = FORMATS[format]
     n, k = weight.shape
@@ -238,6 +254,7 @@ def quantize(weight: torch.Tensor, format: str) -> QTensor:
         return QTensor.cat([encode(part, format) for part in weight.split(ROWS)])
     columns = columns or k
     groups, top = math.ceil(k / columns), limit(dtype, bits)
+    lowest = -top - 1 if bits == 4 else -top
     data, scale, step = torch.empty(n, k, dtype=dtype), torch.empty(n, groups), max(1, NUMBERS // max(1, k))
     for first in range(0, n, step):
         w = weight[first : first + step].float()
@@ -246,13 +263,21 @@ def quantize(weight: torch.Tensor, format: str) -> QTensor:
         elif w.dtype is weight.dtype:
             w = w.clone()  # divided in place below
         tiles = w.unflatten(1, (groups, columns))
-        exact = scales(tiles.abs().amax(-1), top)
+        exact = find_signed_scales(tiles) if bits == 4 else scales(tiles.abs().amax(-1), top)
         half = exact.half().float()
-        s = torch.where((half > 0) & half.isfinite(), half, exact)
-        rounded = tiles.div_(s[..., None]).round_().clamp_(-top, top)
+        s = torch.where((half != 0) & half.isfinite(), half, exact)
+        rounded = tiles.div_(s[..., None]).round_().clamp_(lowest, top)
         data[first : first + step] = rounded.flatten(1)[:, :k]
         scale[first : first + step] = s
     return QTensor(data, scale, block=(1, columns), bits=bits)
+
+
+def find_signed_scales(tiles: torch.Tensor) -> torch.Tensor:
+    """Scales of groups `[..., columns]` by which the entry of the largest magnitude becomes -8; 1 for zeros."""
+    least, most = tiles.aminmax(dim=-1)
+    extreme = torch.where(-least >= most, least, most)
+    exact = extreme / -8
+    return torch.where(exact == 0, torch.ones_like(exact), exact)
 
 
 def _read(source: TensorSource, name: str, shard: Shard, format: str) -> QTensor:

@@ -64,6 +64,7 @@ class ServerSettings:
     dtype: str = _model_option("dtype")
     kv_cache_dtype: str = _model_option("kv_cache_dtype")
     quantization: str | None = _model_option("quantization", choices=tuple(QUANTIZATIONS))
+    head_format: str = _model_option("head_format")
     load_format: str = _model_option("load_format")
     pooling: str = _model("last", "how a prompt's tokens become one embedding", choices=("last", "mean"), metavar="P")
     chat_template: str | None = _model(

@@ -19,6 +19,7 @@ from inferplane.plugin import When
 from inferplane.quant.online import (
     SCHEMES,
     explain_no_savings,
+    find_scheme,
     latent_formats,
     quantize,
     quantize_on_load,
@@ -40,10 +41,12 @@ def test_rounds_to_the_nearest(format, shape):
     w[1] = 0
     q = quantize(w, format)
     top = 2 ** (FORMATS[format][1] - 1) - 1
-    assert q.data.abs().max() <= top
+    lowest = -top - 1 if FORMATS[format][1] == 4 else -top
+    assert q.data.max() <= top and q.data.min() >= lowest
     assert torch.equal(q.scale.half().float(), q.scale), "scales fit two bytes"
-    step = q.expand_scale()
-    assert ((q.dequantize() - w.float()).abs() <= step * 0.51 + w.float().abs() * 2**-11).all()
+    step = q.expand_scale().abs()
+    saturated = (q.data == top) & (FORMATS[format][1] == 4)  # by up to a step: the other side of -8
+    assert ((q.dequantize() - w.float()).abs() <= step * (0.51 + 0.5 * saturated) + w.float().abs() * 2**-11).all()
     assert (q.data[1] == 0).all() and torch.isfinite(q.scale).all()
 
 
@@ -76,7 +79,8 @@ def test_linear_layers_only(scheme):
     for name in ("qkv", "z", "qkvz", "b", "a", "ba"):  # of delta nets: what the last three give are gates
         of_gates = set(name) <= {"a", "b"}
         assert format_of(f"{p}linear_attn.in_proj_{name}.weight") == ("plain" if of_gates else WEIGHT_ONLY[scheme])
-    assert format_of("lm_head.weight") == format_of(f"{p}block_sparse_moe.experts.1.w2.weight") == WEIGHT_ONLY[scheme]
+    assert format_of(f"{p}block_sparse_moe.experts.1.w2.weight") == WEIGHT_ONLY[scheme]
+    assert format_of("lm_head.weight") == "int8_group"
     for name in ("model.embed_tokens", f"{p}self_attn.kv_b_proj", f"{p}mlp.gate", f"{p}input_layernorm"):
         assert format_of(f"{name}.weight") == "plain"
 
@@ -181,10 +185,37 @@ def test_a_model_answers_nearly_the_same(scheme, tied, tmp_path):
     with LLM(tmp_path, device="cpu", dtype="bfloat16", quantization=scheme) as llm:
         got = llm.logits(ids)[0]
         formats = {w.format for w in llm.runner.plan.weights.values()}
-    assert formats == {"plain", WEIGHT_ONLY[scheme]}
+    assert formats == {"plain", "int8_group", WEIGHT_ONLY[scheme]}
     correlation = torch.corrcoef(torch.stack((got.flatten(), want.flatten())))[0, 1]
     assert correlation > (0.999 if scheme == "weight_only_int8" else 0.97)
     assert not torch.equal(got, want)
+
+
+@pytest.mark.parametrize("format", ["int4_group32", "int4_group64", "int4_group", "int4_row"])
+def test_four_bits_are_used_whole(format):
+    """The entry of the largest magnitude becomes -8: steps are an eighth of it. Groups of zeros stay zeros."""
+    w = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    w[3] = 0
+    plain, signed = encode(w, format), quantize(w, format)
+    assert int(plain.data.min()) == -7 and int(signed.data.min()) == -8 and int(signed.data.max()) <= 7
+    assert not signed.dequantize()[3].any()
+    wrong, less = ((q.dequantize() - w).square().mean() for q in (plain, signed))
+    assert less < 0.85 * wrong
+    step = (signed.scale.abs() / 2)[:, :, None]
+    tiles = (signed.dequantize() - w).unflatten(1, (signed.scale.shape[1], -1)).abs()
+    # Entries beyond 7 steps on the other side saturate, by half a step at most.
+    assert (tiles <= 2 * step + 2**-11 * w.abs().max()).all()
+
+
+def test_the_head_has_a_format_of_its_own():
+    of = lambda *more: quantize_on_load("weight_only_int4", {}, (), {}, *more).format_of("lm_head.weight")  # noqa: E731
+    assert [of(), of("auto"), of("int8"), of("int4"), of("none")] == [*("int8_group",) * 3, "int4_group32", "plain"]
+    assert find_scheme("a8w8_fp8").head == () and find_scheme("a8w8_fp8", "int8").head == ("int8_group", "int8_row")
+    config, options = llama_config(), {"device": "cpu", "dtype": "bfloat16", "load_format": "dummy"}
+    with LLM(config, quantization="weight_only_int4", head_format="none", **options) as llm:
+        assert llm.runner.model.head.weight.format == "plain"
+    with pytest.raises(UsageError, match=r"head_format = 'int3'.*'auto', 'int8', 'int4', 'none'"):
+        LLM(config, head_format="int3", **options)
 
 
 def test_fp8_beside_int4_experts():
@@ -327,8 +358,11 @@ def test_who_quantizes_for_nothing_is_told(scheme, tmp_path, capsys, monkeypatch
         assert json.loads(out)["weight_bytes"] and err.count("saves nothing for 9 of 9 weights") == told
 
 
-@pytest.mark.parametrize("scheme", ["weight_only_int8", "weight_only_int4"])
-def test_a_tied_head_is_held_once(scheme, tmp_path):
+@pytest.mark.parametrize(
+    ("scheme", "head_format"),
+    [("weight_only_int8", "auto"), ("weight_only_int4", "auto"), ("weight_only_int4", "int4")],
+)
+def test_a_tied_head_is_held_once(scheme, head_format, tmp_path):
     """The embedding's rows come out of the head's panels; where no kernel reads them, it stays plain beside it."""
     if not instruction_sets():
         pytest.skip("without the native library no kernel reads rows of quantized weights")
@@ -341,17 +375,18 @@ def test_a_tied_head_is_held_once(scheme, tmp_path):
         found = {id(x): x for x in llm.runner.loaded.packed.values()}
         return sum(x.nbytes for x in found.values())
 
-    with LLM(tmp_path, device="cpu", dtype="bfloat16", quantization=scheme) as llm:
+    with LLM(tmp_path, device="cpu", dtype="bfloat16", quantization=scheme, head_format=head_format) as llm:
         once, model = held(llm), llm.runner.model
         assert model.embed.weight is model.head.weight and not llm.runner.plan.count_copied_bytes()
         packed = llm.runner.loaded.packed[id(model.head.weight), "native.panels"]
         rows, head = view_of(view_of(llm.runner.steps["decode"]).body).embed(ids), packed.nbytes
     with LLM(tmp_path, device="cpu", dtype="bfloat16") as llm:
         plain = llm.runner.loaded.packed[id(llm.runner.model.embed.weight), "canonical"]
-    assert torch.equal(rows, quantize(plain, model.head.weight.format).dequantize(torch.bfloat16))
+    quantized = quantize(plain, model.head.weight.format)
+    assert torch.equal(rows, quantized.dequantize(torch.bfloat16))
     layers = [w for w in model.weights() if w[0].startswith("layers.")]
     assert once < head + sum(w.nbytes(torch.bfloat16) for _, w in layers) + 2**16
-    assert head < plain.nbytes * (0.52 if scheme == "weight_only_int8" else 0.29)
+    assert head < plain.nbytes * (0.29 if head_format == "int4" else 0.52)
     with pytest.warns(InferplaneWarning, match="saves nothing"):
         llm = LLM(tmp_path, device="cpu", dtype="float32", quantization=scheme)
     with llm:

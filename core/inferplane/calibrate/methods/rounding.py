@@ -6,7 +6,7 @@ import torch
 
 from inferplane.ops.formats import FORMATS, dequantize_rows, limit
 from inferplane.ops.quantize import Quantize
-from inferplane.quant.online import quantize
+from inferplane.quant.online import find_signed_scales, quantize
 from inferplane.types import ActivationQuant, QTensor
 from inferplane.types.qtensor import round_entries, scale_shape, scales
 
@@ -45,15 +45,19 @@ class Grid:
         return padded.unflatten(1, (self.num_blocks[1], columns)).unflatten(0, (self.num_blocks[0], rows))
 
     def find_scales(self, matrix: torch.Tensor, share: float = 1.0) -> torch.Tensor:
-        """Scales `[N blocks, K blocks]` for this share of each block's largest magnitude, as they will be stored."""
-        return self.settle(scales(self.tile(matrix).abs().amax((1, 3)) * share, self.top))
+        """Scales `[N blocks, K blocks]` for this share of each block's largest magnitude, as they will be stored; in 4
+        bits they have the sign that `quantize` gives them."""
+        tiles = self.tile(matrix)
+        if self.bits == 4:
+            return self.settle(find_signed_scales(tiles.transpose(1, 2).flatten(2)) * share)
+        return self.settle(scales(tiles.abs().amax((1, 3)) * share, self.top))
 
     def settle(self, scale: torch.Tensor) -> torch.Tensor:
         """Scales as they are stored: those of integers in float16 if they fit (`inferplane.quant.online`)."""
         if self.dtype.is_floating_point:
             return scale
         half = scale.half().float()
-        return torch.where((half > 0) & half.isfinite(), half, scale)
+        return torch.where((half != 0) & half.isfinite(), half, scale)
 
     def expand(self, scale: torch.Tensor) -> torch.Tensor:
         """A scale for each entry, `[N, K]`."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from inferplane.engine.request.arguments import (
     DRAFT_ALIASES,
     DRAFT_METHODS,
+    HEAD_FORMATS,
     MAX_CANDIDATES,
     MAX_INTEGER,
     MAX_LOOKUP_TOKENS,
@@ -94,6 +95,8 @@ class EngineOptions:
             in blocks of 128 x 128, activations in FP8 where a kernel quantizes them; an FP8 checkpoint as it is),
             a8w8c8_fp8 (that, and a KV cache in fp8), a8w8_fp8_wint4 (as a8w8_fp8, but experts in int4). Each op gets
             the groups of columns that the device's kernels read; left out: the checkpoint's format.
+        head_format: what quantization makes of the output head, and of an embedding that is tied to it: int8, int4,
+            none (it stays); auto: int8 in weight_only_int8, weight_only_int4 and a8w8, else it stays.
         kv_cache_bytes: memory for the KV cache; left out: at most 30 % of what is free, and no more than the sequences
             of a step can use. A warning says if it shortens sequences.
         max_num_seqs: maximum sequences per step.
@@ -127,6 +130,7 @@ class EngineOptions:
     )
     kv_cache_dtype: str = _name("auto", "D")
     quantization: str | None = _option(None, "Q")
+    head_format: str = _option("auto", "F", choices=HEAD_FORMATS)
     kv_cache_bytes: int | None = _option(None, "SIZE", minimum=0, maximum=MAX_BYTES)
     max_num_seqs: int = _option(32, "N", minimum=1)
     max_num_batched_tokens: int = _option(2048, "N", minimum=1)

@@ -195,6 +195,8 @@ QUANTIZATIONS = {
     "a8w8_fp8_wint4": "auto",
 }
 """Name -> `kv_cache_dtype` that belongs to it: c8 is a cache in 8 bits, of the kind of the products; auto: any."""
+HEAD_FORMATS = ("auto", "int8", "int4", "none")
+"""Values of `head_format`; auto: as the quantization has it."""
 STORED_FORMATS = ("awq", "gptq", "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "mxfp4", "gguf")
 """Formats of checkpoints, which other engines have an option for."""
 SIMILAR = {

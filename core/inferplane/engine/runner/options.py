@@ -55,6 +55,7 @@ class RunnerOptions:
     dtype: str | torch.dtype = "auto"
     kv_cache_dtype: str = "auto"
     quantization: str | None = None
+    head_format: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 32
     kv_cache_bytes: int | None = None

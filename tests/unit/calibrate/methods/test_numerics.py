@@ -10,6 +10,7 @@ from inferplane.calibrate.methods.awq import awq
 from inferplane.calibrate.methods.gptq import Hessian, gptq
 from inferplane.calibrate.methods.rounding import Grid, fake_quantize, round_to_nearest, search_clip
 from inferplane.calibrate.methods.smoothing import group_channels, pss, search_smooth, smoothquant
+from inferplane.ops import encode
 from inferplane.types import ActivationQuant
 
 INT8 = ActivationQuant("int8")
@@ -101,7 +102,8 @@ def test_odd_matrices(format):
     )
     assert (wrong <= nearest * (1 + 1e-5) + 1e-12).all()
     if "int4" in format:
-        assert wrong.sum() < 0.9 * nearest.sum()
+        of_seven = (encode(weight, format).dequantize() - weight).square().sum()  # steps in the largest magnitude
+        assert wrong.sum() < 0.95 * nearest.sum() < 0.85 * of_seven
 
 
 def test_clipping_heeds_the_importance_of_columns():
@@ -180,7 +182,7 @@ def test_awq_protects_channels_with_large_inputs():
     x, weight = outliers()
     trial = smoothing.Trial(x, weight, "int4_group32", None)
     scale = awq(trial, x.abs().mean(0))
-    assert scale[0] > 3 * scale[2] and scale.min() > 0
+    assert scale[0] > 2 * scale[2] and scale.min() > 0
     assert trial.loss(scale) < 0.7 * trial.loss(torch.ones(96))
 
 

@@ -14,7 +14,6 @@ from inferplane.models import Config
 from inferplane.ops import Op
 from inferplane.plugins import PluginHost
 from inferplane.quant import (
-    SCHEMES,
     Chosen,
     QuantFormats,
     latent_formats,
@@ -54,7 +53,8 @@ def find_formats(
     request = latent_request(config)
     layouts = [x.name for x in planned.kv_layouts(request)] if request is not None else []
     latent = latent_formats(planned.kernels, planned.settings, layouts, planned.pins)
-    return requantize_on_load(quantize_on_load(scheme, config, latent, chosen), stored)
+    requested = quantize_on_load(scheme, config, latent, chosen, planned.options.head_format)
+    return requantize_on_load(requested, stored)
 
 
 def find_stored_formats(planned: DeviceModel, config: Config, names: Collection[str] | None) -> QuantFormats:
@@ -111,7 +111,7 @@ def build_as_read(
         return made, FormatsRead(found, stored_format_of=found.format_of)
     reads = quant.make_reads(planned.kernels, planned.settings, planned.pins)
     ops = list(ops_of(made))
-    chosen = quant.choose_formats(ops, SCHEMES[scheme], reads)
+    chosen = quant.choose_formats(ops, quant.find_scheme(scheme, planned.options.head_format), reads)
     instead = () if chosen.all_read else quant.schemes_instead(ops, scheme, reads)
     if any(found.format_of(name) != format for name, format in chosen.by_name.items()):
         found = find_formats(planned, config, scheme, names, chosen.by_name)
