@@ -51,9 +51,15 @@ typedef struct {
   const float *minimum_unit;
 } ip_matrix;
 
+// How entries of a cache lie: bf16; int8, or FP8 e4m3, with scales; 4 bits in groups with a scale and a minimum in
+// float16, two entries in a byte, the first in the low half; or so the differences of keys from the first key of 16
+// slots, which is int8. The layouts are those of inferplane.kvcache.
+enum { IP_KV_BF16, IP_KV_INT8, IP_KV_FP8, IP_KV_INT4, IP_KV_INT4_DIFFERENCES };
+
 // One layer's paged KV cache. Position p of a sequence is in slot table[p / block] * block + p % block, where `table`
-// is the sequence's block table; the entries of slot s begin at k + s * k_stride. Entries are bf16, or int8 if there
-// are scales; those of slot s begin at k_scale + s * k_groups: one per head, or one per group of a latent's entries.
+// is the sequence's block table; the entries of slot s begin with entry s * k_stride. Scales of int8 and FP8 of slot s
+// begin at k_scale + s * k_groups: one per head, or one per group of a latent's entries. Scales and minimums of 4 bits
+// begin at k_ranges + 2 * s * k_groups: a pair for each group of each head.
 //
 // Of a layer with a mixer: k is the inputs of its convolution, v the states of its recurrence or null (ip_recurrent_block).
 typedef struct {
@@ -62,6 +68,10 @@ typedef struct {
   float *k_scale, *v_scale;  // or null
   int64_t k_groups, v_groups;
   int32_t block;  // slots per block
+  int32_t k_kind, v_kind;  // IP_KV_BF16 ..
+  const ip_bf16 *k_ranges, *v_ranges;  // or null; float16
+  const int8_t *first;  // [slots / 16, heads * dim], or null
+  const float *first_scale;  // [slots / 16, heads]
 } ip_cache;
 
 // A ragged batch: query tokens of sequence b are rows start[b] .. start[b + 1]. lens[b] is its length with these

@@ -34,7 +34,8 @@ class Cache(Structure):
         *_of(c_int64, "k_stride", "v_stride"),
         *_of(c_void_p, "k_scale", "v_scale"),
         *_of(c_int64, "k_groups", "v_groups"),
-        ("block", c_int32),
+        *_of(c_int32, "block", "k_kind", "v_kind"),
+        *_of(c_void_p, "k_ranges", "v_ranges", "first", "first_scale"),
     ]
 
 

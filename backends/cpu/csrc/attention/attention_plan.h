@@ -33,7 +33,7 @@ struct AttentionArgs {
   // queries.
   bool uses_tiles() const { return heads >= 8 * kv_heads; }
   // Whether keys are int8 with one scale per key and head, so that scores may be scaled in place of the entries.
-  bool has_int8_keys() const { return k.is_int8() && !has_latents(); }
+  bool has_int8_keys() const { return k.is_int8() && v.is_int8() && !has_latents(); }
 };
 
 // The arguments for one layer's cache; `out` [tokens, heads, v_dim]. A cache with v == k keeps latents: then values are

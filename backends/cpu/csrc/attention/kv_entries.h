@@ -1,34 +1,49 @@
-// A layer's cached keys, values or latents, in bf16 or in int8 with a scale for every group of a token's entries:
-// writing them, and reading them in bf16. Layers write, attention reads.
+// A layer's cached keys, values or latents, in one of the kinds of structs.h: writing them (bf16 and int8), and reading
+// them in bf16. Layers write, attention reads.
 //
-// If few query rows meet a key, the query rows are rounded to 16-bit integers (an error of 2^-16 of a row's largest
-// entry) and multiplied with int8 entries as they lie, exactly; scales are applied to the sums (int8_scores.h). If many
-// rows do, entries are converted to bf16 first, once for all rows: without their scale, which is exact, or with it.
+// If few query rows meet a key in int8, the query rows are rounded to 16-bit integers (an error of 2^-16 of a row's
+// largest entry) and multiplied with entries as they lie, exactly; scales are applied to the sums (int8_scores.h). In
+// all other cases entries are converted to bf16 first, once for all rows: without their scale, which is exact, or with
+// it.
 #pragma once
 #include "products/linear.h"
 
 namespace {
 
-// K, V or latents: entries of slot s begin at data + s * stride, its scales at scale + s * groups; scale null: bf16.
+// Slots whose keys are differences from the first of them, and entries that share a scale and a minimum.
+constexpr int64_t kSpanSlots = 16, kDifferenceGroup = 16, kInt4Group = 32;
+
+// K, V or latents: entries of slot s begin with entry s * stride, its scales at scale + s * groups; for 4 bits, its pairs
+// of scale and minimum at ranges + 2 * s * groups.
 struct KvEntries {
   void *data;
   float *scale;
-  int64_t stride, groups, group_size;  // `group_size` entries share a scale
-  bool is_int8() const { return scale; }
+  int64_t stride, groups, group_size;  // `group_size` entries share a scale of int8 or FP8
+  int32_t kind = IP_KV_BF16;
+  const bf16 *ranges = nullptr;  // float16
+  const int8_t *first = nullptr;  // of each span, [stride]
+  const float *first_scale = nullptr;  // of each span and head
+  bool is_bf16() const { return kind == IP_KV_BF16; }
+  bool is_int8() const { return kind == IP_KV_INT8; }
+  bool has_scales() const { return kind == IP_KV_INT8 || kind == IP_KV_FP8; }
+  int64_t bytes_of(int64_t entries) const {
+    return is_bf16() ? entries * (int64_t)sizeof(bf16) : has_scales() ? entries : entries / 2;
+  }
   bf16 *bf16_entries() const { return (bf16 *)data; }
   int8_t *int8_entries() const { return (int8_t *)data; }
 };
 
 // The keys of a cache, `entries` per slot for all its KV heads together; for latents, the latents.
 inline KvEntries key_entries(const ip_cache &c, int64_t entries) {
-  return {c.k, c.k_scale, c.k_stride, c.k_groups, c.k_scale ? entries / c.k_groups : 0};
+  return {c.k, c.k_scale, c.k_stride, c.k_groups, c.k_scale ? entries / c.k_groups : 0, c.k_kind, c.k_ranges, c.first,
+          c.first_scale};
 }
 // The values of a cache, `entries` per slot for all its KV heads together.
 inline KvEntries value_entries(const ip_cache &c, int64_t entries) {
-  return {c.v, c.v_scale, c.v_stride, c.v_groups, c.v_scale ? entries / c.v_groups : 0};
+  return {c.v, c.v_scale, c.v_stride, c.v_groups, c.v_scale ? entries / c.v_groups : 0, c.v_kind, c.v_ranges};
 }
 
-// Writes x[0 .. n] to entries first .. first + n of a slot, as bf16 or int8, whichever the cache keeps. For int8 they
+// Writes x[0 .. n] to entries first .. first + n of a slot of a cache in bf16 or int8. For int8 they
 // are whole groups, and each group's scale is written too: its largest magnitude becomes 127, and a group of zeros has
 // scale 1.
 inline void write_entries(const KvEntries &k, int64_t slot, int64_t first, const bf16 *x, int64_t n) {
@@ -48,8 +63,53 @@ inline void int8_to_bf16(const int8_t *from, int64_t n, bf16 *out) {
   for (int64_t c = 0; c < n; c += kLanes) store_bf16x16(out + c, load_f32x16(from + c, n - c), n - c);
 }
 
+// out[0 .. n] = entries first .. first + n of a slot of FP8 entries in bf16, scales applied.
+inline void dequantize_fp8(const KvEntries &k, int64_t slot, int64_t first, int64_t n, bf16 *out) {
+  constexpr int64_t kStep = 64;
+  const uint8_t *from = (const uint8_t *)k.data + slot * k.stride + first;
+  const float *scale = k.scale + slot * k.groups + first / k.group_size;
+  bf16 plain[kStep];
+  for (int64_t c = 0, end = k.group_size - first % k.group_size; c < n; end += k.group_size) {
+    F32x16 scale_of_group = splat(*scale++);
+    for (int64_t last = min64(n, end); c < last;) {
+      int64_t count = min64(kStep, last - c);
+      fp8_row_to_bf16(from + c, count, plain);
+      for (int64_t i = 0; i < count; i += kLanes)
+        store_bf16x16(out + c + i, load_f32x16(plain + i, count - i) * scale_of_group, count - i);
+      c += count;
+    }
+  }
+}
+
+inline float half_to_float(bf16 h) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(h))); }
+
+// out[0 .. n] = the n entries, a multiple of 32, of head first / n of a slot of 4-bit entries in bf16: each group's
+// scale and minimum applied, and the first key of the span added to differences.
+inline void dequantize_int4(const KvEntries &k, int64_t slot, int64_t first, int64_t n, bf16 *out) {
+  const bool has_first = k.kind == IP_KV_INT4_DIFFERENCES;
+  const int64_t group = has_first ? kDifferenceGroup : kInt4Group, head = first / n;
+  const uint8_t *from = (const uint8_t *)k.data + (slot * k.stride + first) / 2;
+  const bf16 *range = k.ranges + 2 * (slot * k.groups + head * (n / group));
+  const int8_t *added = has_first ? k.first + slot / kSpanSlots * k.stride + first : nullptr;
+  const float added_scale = has_first ? k.first_scale[slot / kSpanSlots * (k.stride / n) + head] : 0;
+  const __m128i low_bits = _mm_set1_epi8(15);
+  for (int64_t c = 0; c < n; c += 32) {
+    __m128i bytes = _mm_loadu_si128((const __m128i *)(from + c / 2));
+    __m128i even = _mm_and_si128(bytes, low_bits), odd = _mm_and_si128(_mm_srli_epi16(bytes, 4), low_bits);
+    int8_t entries[32];
+    _mm_storeu_si128((__m128i *)entries, _mm_unpacklo_epi8(even, odd));
+    _mm_storeu_si128((__m128i *)(entries + 16), _mm_unpackhi_epi8(even, odd));
+    for (int64_t i = 0; i < 32; i += 16) {
+      const bf16 *of = range + (c + i) / group * 2;
+      F32x16 value = load_f32x16(entries + i, 16) * half_to_float(of[0]) + half_to_float(of[1]);
+      if (added) value = value + load_f32x16(added + c + i, 16) * added_scale;
+      store_bf16x16(out + c + i, value);
+    }
+  }
+}
+
 // out[0 .. n] = entries first .. first + n of a slot of int8 entries in bf16, scales applied.
-inline void dequantize_entries(const KvEntries &k, int64_t slot, int64_t first, int64_t n, bf16 *out) {
+inline void dequantize_int8(const KvEntries &k, int64_t slot, int64_t first, int64_t n, bf16 *out) {
   const int8_t *from = k.int8_entries() + slot * k.stride + first;
   const float *scale = k.scale + slot * k.groups + first / k.group_size;
   for (int64_t c = 0, end = k.group_size - first % k.group_size; c < n; end += k.group_size) {
@@ -64,6 +124,16 @@ inline void dequantize_entries(const KvEntries &k, int64_t slot, int64_t first, 
     for (; c < last; c = min64(last, c + kLanes))
       store_bf16x16(out + c, load_f32x16(from + c, last - c) * scale_of_group, last - c);
   }
+}
+
+// out[0 .. n] = entries first .. first + n of a slot in bf16, of a cache that is not bf16; of 4 bits, those of a head.
+inline void dequantize_entries(const KvEntries &k, int64_t slot, int64_t first, int64_t n, bf16 *out) {
+  if (k.is_int8())
+    dequantize_int8(k, slot, first, n, out);
+  else if (k.kind == IP_KV_FP8)
+    dequantize_fp8(k, slot, first, n, out);
+  else
+    dequantize_int4(k, slot, first, n, out);
 }
 
 }  // namespace

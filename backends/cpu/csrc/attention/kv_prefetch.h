@@ -16,8 +16,7 @@ class KvPrefetch {
              int64_t n)
       : table_(table + first / block), keys_left_(max64(0, last - first)), block_left_(block - first % block),
         block_(block) {
-    int64_t size = k.is_int8() ? 1 : sizeof(bf16);
-    data_ = (const char *)k.data + from * size, row_ = k.stride * size, bytes_ = n * size;
+    data_ = (const char *)k.data + k.bytes_of(from), row_ = k.bytes_of(k.stride), bytes_ = k.bytes_of(n);
     if (keys_left_) at_ = data_ + (*table_ * block + first % block) * row_;
   }
 

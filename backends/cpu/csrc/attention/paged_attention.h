@@ -192,10 +192,14 @@ inline void attend_span(const AttentionArgs &args, const AttentionUnit &u, int64
   float *scores = workspace(kScores)->reserve<float>((rows + 2 * u.heads) * kSpan), *k_scale = scores + rows * kSpan;
   float *v_scale = k_scale + u.heads * kSpan;
   // Those of a tile in bf16.
-  bf16 *keys = workspace(kEntriesInBf16)->reserve<bf16>(args.k.is_int8() ? kSpan * args.dim : 0);
+  // A cache in FP8 or 4 bits: keys of a block and head, and values of all keys and heads, in bf16.
+  const bool converts = !args.k.is_bf16() && !args.has_int8_keys() && !args.has_latents();
+  bf16 *keys = workspace(kEntriesInBf16)
+                   ->reserve<bf16>(args.k.is_bf16() ? 0 : kSpan * (args.dim + (converts ? u.heads * args.v_dim : 0)));
+  bf16 *converted = keys + kSpan * args.dim;
   const bf16 *values[kSpan];
   const int8_t *int8_values[kSpan];
-  const int64_t row = args.dim * (args.k.is_int8() ? 1 : (int64_t)sizeof(bf16));
+  const int64_t row = args.k.bytes_of(args.dim);
   if (!args.has_latents())
     queue.values = {args.v, t.table, args.block, visible.from, visible.end, u.g * args.v_dim, u.heads * args.v_dim};
   if (args.has_int8_keys()) memset(k_scale, 0, (size_t)(2 * u.heads * kSpan) * sizeof(float));
@@ -225,8 +229,25 @@ inline void attend_span(const AttentionArgs &args, const AttentionUnit &u, int64
       }
       continue;
     }
+    if (converts) {
+      for (int64_t g = 0; g < u.heads; g++) {
+        for (int64_t i = 0; i < n; i++) {
+          bf16 *v = converted + ((j + i) * u.heads + g) * args.v_dim;
+          dequantize_entries(args.k, slot + i, (u.g + g) * args.dim, args.dim, keys + i * args.dim);
+          dequantize_entries(args.v, slot + i, (u.g + g) * args.v_dim, args.v_dim, v);
+          if (g == 0) values[j + i] = v;
+        }
+        queue.prefetch(n * row);
+        float *s = scores + g * m * kSpan + j;
+        if (args.uses_tiles())
+          dot(keys, args.dim, n, args.dim, u.q[g].rows, 0, s, kSpan);
+        else
+          dot_without_tiles(keys, args.dim, n, args.dim, u.q[g].rows, 0, s, kSpan);
+      }
+      continue;
+    }
     const bf16 *k = args.k.bf16_entries() + slot * ld + u.g * args.dim;
-    if (args.k.is_int8()) {  // latents
+    if (!args.k.is_bf16()) {  // latents
       k = keys + j * args.dim, ld = args.dim;
       for (int64_t i = 0; i < n; i++) dequantize_entries(args.k, slot + i, 0, args.dim, keys + (j + i) * args.dim);
     }
@@ -289,7 +310,7 @@ inline KvPrefetch prefetch_of_unit(const AttentionArgs &args, const AttentionPla
 
 // Bytes of keys that are prefetched before a unit begins: those of kPrefetchKeys keys.
 inline int64_t initial_prefetch_bytes(const AttentionArgs &args, const AttentionPlan &plan) {
-  return kPrefetchKeys * plan.heads * args.dim * (args.k.is_int8() ? 1 : (int64_t)sizeof(bf16));
+  return args.k.bytes_of(kPrefetchKeys * plan.heads * args.dim);
 }
 
 // The number of a unit of work whose first keys are being prefetched, and what is left of them; -1: none.

@@ -27,15 +27,15 @@ struct PrefillHead {
   float *scores;  // [kQueryRows, kPrefillSpan], overwritten by weights
   float *sums;  // [group, tokens, v_dim]
   float *top, *total;  // [group, tokens]: maximum of scores, sum of weights
-  bf16 *entry_buffer;  // keys or values converted from int8: [16, dim or v_dim]
+  bf16 *entry_buffer;  // keys or values converted to bf16: [16, dim or v_dim]
 
   // The cache slot of a key, given by its position.
   int64_t slot(int64_t key) const { return (int64_t)t.table[key / args.block] * args.block + key % args.block; }
 
-  // The `width` entries of a key, or of its value, for this KV head in bf16: a pointer into a bf16 cache; int8 entries
+  // The `width` entries of a key, or of its value, for this KV head in bf16: a pointer into a bf16 cache; other entries
   // are dequantized to `to`, which is returned.
   const bf16 *load_entries(const KvEntries &entries, int64_t key, int64_t width, bf16 *to) const {
-    if (!entries.is_int8()) return entries.bf16_entries() + slot(key) * entries.stride + g * width;
+    if (entries.is_bf16()) return entries.bf16_entries() + slot(key) * entries.stride + g * width;
     dequantize_entries(entries, slot(key), g * width, width, to);
     return to;
   }

@@ -64,17 +64,17 @@ struct PrefillHead {
     memset(sums, 0, (size_t)(pairs * 2 * args.v_dim * 16) * sizeof(float));
   }
 
-  // The v_dim entries of a key's value for this KV head in bf16: a pointer into a bf16 cache; int8 entries are
+  // The v_dim entries of a key's value for this KV head in bf16: a pointer into a bf16 cache; other entries are
   // dequantized to `to`, which is returned.
   const bf16 *value(int64_t key, bf16 *to) const {
-    if (!args.v.is_int8()) return args.v.bf16_entries() + slot(key) * args.v.stride + g * args.v_dim;
+    if (args.v.is_bf16()) return args.v.bf16_entries() + slot(key) * args.v.stride + g * args.v_dim;
     dequantize_entries(args.v, slot(key), g * args.v_dim, args.v_dim, to);
     return to;
   }
 
   // Fills `transposed` with V of keys first .. last, at most kSpan (layout: see there), with zeros up to a multiple of
   // 32 keys. Entries that are not finite become zero there, and `nonfinite` marks their keys. Each group of 32 values
-  // of an int8 cache overwrites `values`.
+  // of another cache overwrites `values`.
   void transpose_values(int64_t first, int64_t last) const {
     const __m512i exponent = _mm512_set1_epi16(0x7f80);
     memset(nonfinite, 0, sizeof nonfinite), any_nonfinite = false;
@@ -101,9 +101,9 @@ struct PrefillHead {
     }
   }
 
-  // Fills `keys` with keys first .. last, rounded up to a multiple of 16, in bf16, if the cache is int8; else nothing.
+  // Fills `keys` with keys first .. last, rounded up to a multiple of 16, in bf16, if the cache is not; else nothing.
   void dequantize_keys(int64_t first, int64_t last) const {
-    if (!args.k.is_int8()) return;
+    if (args.k.is_bf16()) return;
     for (int64_t k = first; k < round_up(last, kPanelRows); k++)
       dequantize_entries(args.k, slot(k), g * args.dim, args.dim, keys + (k - first) * args.dim);
   }
@@ -111,10 +111,10 @@ struct PrefillHead {
   // Overwrites `scores` [2, kSpan, 16] with the unscaled scores of keys first .. last with one pair of query tiles q,
   // in whole groups of 16 keys; `first` is a multiple of 16, at most kSpan keys.
   void compute_scores(int64_t first, int64_t last, const uint32_t *q) const {
-    int64_t stride = args.k.is_int8() ? args.dim : args.k.stride;
+    int64_t stride = args.k.is_bf16() ? args.k.stride : args.dim;
     auto at = [&](int64_t k) {
-      return args.k.is_int8() ? keys + (k - first) * args.dim
-                              : args.k.bf16_entries() + slot(k) * args.k.stride + g * args.dim;
+      return args.k.is_bf16() ? args.k.bf16_entries() + slot(k) * args.k.stride + g * args.dim
+                              : keys + (k - first) * args.dim;
     };
     for (int64_t k = first; k < last; k += 32) {
       const bf16 *k0 = at(k), *k1 = k + 16 < last ? at(k + 16) : k0;
@@ -129,9 +129,8 @@ struct PrefillHead {
     if (prefetch_key >= prefetch_end) return;
     int64_t at = slot(prefetch_key++);
     auto lines = [&](const KvEntries &entries, int64_t width) {
-      int64_t size = entries.is_int8() ? 1 : sizeof(bf16);
-      const char *from = (const char *)entries.data + (at * entries.stride + g * width) * size;
-      for (int64_t b = 0; b < width * size; b += 64) _mm_prefetch(from + b, _MM_HINT_T1);
+      const char *from = (const char *)entries.data + entries.bytes_of(at * entries.stride + g * width);
+      for (int64_t b = 0; b < entries.bytes_of(width); b += 64) _mm_prefetch(from + b, _MM_HINT_T1);
     };
     lines(args.k, args.dim), lines(args.v, args.v_dim);
   }
@@ -284,8 +283,8 @@ inline void attend_prefill(Team &team, const AttentionArgs &args, const PrefillP
     uint32_t *queries = workspace(kActivationRows)->reserve<uint32_t>(pairs * args.dim * 16);
     float *floats = workspace(kScores)->reserve<float>((2 * kSpan + 2 * pairs * args.v_dim + 4 * pairs) * 16);
     bf16 *transposed = workspace(kPartialResults)->reserve<bf16>(kSpan * args.v_dim);
-    bf16 *keys = workspace(kEntriesInBf16)->reserve<bf16>(args.k.is_int8() ? kSpan * args.dim + 32 * args.v_dim : 0);
-    bf16 *values = keys + (args.k.is_int8() ? kSpan * args.dim : 0);
+    bf16 *keys = workspace(kEntriesInBf16)->reserve<bf16>(args.k.is_bf16() ? 0 : kSpan * args.dim + 32 * args.v_dim);
+    bf16 *values = keys + (args.k.is_bf16() ? 0 : kSpan * args.dim);
     float *sums = floats + 2 * kSpan * 16;
     F32x16 *top = (F32x16 *)(sums + 2 * pairs * args.v_dim * 16);
     for (int64_t u = first; u < last; u++)  // head by head, so that its keys and values stay in the second-level cache

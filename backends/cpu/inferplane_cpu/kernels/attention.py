@@ -19,7 +19,12 @@ from inferplane_cpu.structs import Cache, Matrix, RaggedBatch
 
 KERNELS = Kernels()
 LAYOUTS = (f"paged_{BLOCK_TOKENS}", f"paged_{BLOCK_TOKENS}_int8")
-"""Entries in the plan's dtype or in int8, which these kernels read in place."""
+"""Entries in the plan's dtype or in int8, which layers write, and attention reads in place."""
+FP8_LAYOUTS = (f"paged_{BLOCK_TOKENS}_fp8",)
+INT4_LAYOUTS = (f"paged_{BLOCK_TOKENS}_int4", f"paged_{BLOCK_TOKENS}_k8v4")
+"""What attention converts to bfloat16 first; the op `kv_write` writes it, by torch."""
+KV_INT8, KV_FP8, KV_INT4, KV_INT4_DIFFERENCES = range(1, 5)
+"""Kinds of entries (csrc/structs.h)."""
 RANK_TILES = RANK_COMPOSED + 10
 """torch's attention behind a native product."""
 RANK_SLOW = RANK_COMPOSED - 4
@@ -48,7 +53,15 @@ def _has_no_kv_b_bias(op: Any) -> bool:
     return getattr(op.kv_b, "bias", None) is None
 
 
-PAGED = When(dtypes=(torch.bfloat16,), kv_layouts=LAYOUTS, features=("native",))
+def _has_whole_groups(op: Any) -> bool:
+    return op.kv.dim % 32 == 0 and op.kv.v_dim % 32 == 0
+
+
+def _has_few_queries_and_whole_groups(op: Any) -> bool:
+    return _has_few_queries(op) and _has_whole_groups(op)
+
+
+PAGED = When(dtypes=(torch.bfloat16,), kv_layouts=(*LAYOUTS, *FP8_LAYOUTS), features=("native",))
 ATTENTION = replace(PAGED, extensions=("attention.sinks", "attention.softcap"))
 FEW = replace(ATTENTION, needs=(("few query tokens", _has_few_queries),))
 MANY = replace(
@@ -56,6 +69,13 @@ MANY = replace(
     features=("native", "tiles"),
     needs=(("many query tokens, heads of a multiple of 32 up to 256", _has_many_queries),),
 )
+ATTENTION_INT4 = replace(ATTENTION, kv_layouts=INT4_LAYOUTS, needs=(("heads of a multiple of 32", _has_whole_groups),))
+FEW_INT4 = replace(
+    FEW,
+    kv_layouts=INT4_LAYOUTS,
+    needs=(("few query tokens, heads of a multiple of 32", _has_few_queries_and_whole_groups),),
+)
+MANY_INT4 = replace(MANY, kv_layouts=INT4_LAYOUTS)
 LATENT = replace(
     PAGED, formats=(PLAIN, "fp8_block"), needs=(("a kv_b in bfloat16 or FP8 without bias", _has_bf16_kv_b),)
 )
@@ -85,11 +105,29 @@ def native_cache(kv: LayerKV | StateCache) -> Cache:
 def _describe_cache(kv: Any) -> Cache:
     if isinstance(kv, StateCache):
         return Cache(*(tensor.data_ptr() for tensor in kv.tensors))
+    if kv.layout in INT4_LAYOUTS:
+        return _describe_int4(kv)
     k, v = kv.entries[0], kv.entries[-1]
     made = Cache(k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), block=kv.block_tokens)
     if kv.scales:
+        made.k_kind = made.v_kind = KV_INT8 if k.dtype is torch.int8 else KV_FP8
         made.k_scale, made.v_scale = kv.scales[0].data_ptr(), kv.scales[-1].data_ptr()
         made.k_groups, made.v_groups = kv.scales[0].stride(0), kv.scales[-1].stride(0)
+    return made
+
+
+def _describe_int4(kv: Any) -> Cache:
+    keys, values = kv.parts
+    k, v = keys.tensors[0], values.tensors[0]
+    made = Cache(k.data_ptr(), v.data_ptr(), k.stride(0), 2 * v.stride(0), block=kv.block_tokens)
+    if len(keys.tensors) == 2:
+        made.k_kind, made.k_scale, made.k_groups = KV_INT8, keys.tensors[1].data_ptr(), keys.tensors[1].stride(0)
+    else:
+        _, ranges, first, scale = keys.tensors
+        made.k_kind, made.k_stride, made.k_groups = KV_INT4_DIFFERENCES, 2 * k.stride(0), ranges.stride(0) // 2
+        made.k_ranges, made.first, made.first_scale = ranges.data_ptr(), first.data_ptr(), scale.data_ptr()
+    ranges = values.tensors[1]
+    made.v_kind, made.v_ranges, made.v_groups = KV_INT4, ranges.data_ptr(), ranges.stride(0) // 2
     return made
 
 
@@ -138,6 +176,24 @@ def attention_many(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> tor
     q = q.contiguous()
     out = q.new_empty(q.shape[0], view.heads, view.kv.v_dim)
     return out if _attend(library().ip_attention_prefill, view, q, batch, kv, out) else attention(view, q, batch, kv)
+
+
+@KERNELS("attention", "native", when=ATTENTION_INT4, rank=RANK_SLOW, batch_invariant=True)
+def attention_int4_batch_invariant(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """As `attention_batch_invariant`, over entries of 4 bits."""
+    return attention(view, q, batch, kv)
+
+
+@KERNELS("attention", "native", when=FEW_INT4, rank=RANK_PORTABLE, batch_invariant=True)
+def attention_int4(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """As `attention`, over entries of 4 bits, which are converted to bfloat16 a block at a time."""
+    return attention(view, q, batch, kv)
+
+
+@KERNELS("attention", "native", when=MANY_INT4, rank=RANK_PORTABLE)
+def attention_many_int4(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """As `attention_many`, over entries of 4 bits."""
+    return attention_many(view, q, batch, kv)
 
 
 def kv_b_of(view: Any, weight: Any) -> Matrix:
