@@ -50,10 +50,7 @@ _DCU_INT4 = "lightop's AWQ product is not bound: how it packs weights is publish
 _KUNLUN_INT8 = "kunlun_ops.matmul multiplies int8 by int8 alone: that is `a8w8`"
 _KUNLUN_INT4 = "kunlun_ops.awq_gemm computes in float16 alone: with `dtype` float16 it is bound"
 _KUNLUN_CACHE = "the call forms of kunlun_ops' cache writes and attention have no scales"
-_CPU_FP8 = "the native attention reads bfloat16 and int8 entries"
 REASONS: Mapping[tuple[str, str, str], str] = {
-    ("cpu", "attention", "fp8"): _CPU_FP8,
-    ("cpu", "mla", "fp8"): _CPU_FP8,
     ("npu", "linear", "fp8"): "npu_quant_matmul takes FP8 on the 950 alone",
     ("npu", "moe_experts", "fp8"): "npu_grouped_matmul takes FP8 on the 950 alone",
     ("npu", "mla", "int8"): "npu_fused_infer_attention_score_v2 reads int8 latents with one scale a layer, in NZ, "

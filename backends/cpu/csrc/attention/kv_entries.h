@@ -81,30 +81,68 @@ inline void dequantize_fp8(const KvEntries &k, int64_t slot, int64_t first, int6
   }
 }
 
-inline float half_to_float(bf16 h) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(h))); }
+// The sixteen values of a group of 4-bit entries in float32: range[0] times 0 .. 15, plus range[1]; range is float16.
+inline F32x16 int4_values(const bf16 *range) {
+  int32_t both;
+  memcpy(&both, range, sizeof both);
+  __m128 scale_and_minimum = _mm_cvtph_ps(_mm_cvtsi32_si128(both));
+  const F32x16 numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return numbers * scale_and_minimum[0] + scale_and_minimum[1];
+}
 
-// out[0 .. n] = the n entries, a multiple of 32, of head first / n of a slot of 4-bit entries in bf16: each group's
-// scale and minimum applied, and the first key of the span added to differences.
-inline void dequantize_int4(const KvEntries &k, int64_t slot, int64_t first, int64_t n, bf16 *out) {
-  const bool has_first = k.kind == IP_KV_INT4_DIFFERENCES;
-  const int64_t group = has_first ? kDifferenceGroup : kInt4Group, head = first / n;
-  const uint8_t *from = (const uint8_t *)k.data + (slot * k.stride + first) / 2;
-  const bf16 *range = k.ranges + 2 * (slot * k.groups + head * (n / group));
-  const int8_t *added = has_first ? k.first + slot / kSpanSlots * k.stride + first : nullptr;
-  const float added_scale = has_first ? k.first_scale[slot / kSpanSlots * (k.stride / n) + head] : 0;
+// out[c] = the value in bf16 of entry c of n, a multiple of 32, of 4 bits, two in a byte of `from`; of each `group`
+// entries, 16 or 32, `ranges` has scale and minimum. Each value is looked up in a table of its group's sixteen.
+inline void int4_to_bf16(const uint8_t *from, const bf16 *ranges, int64_t group, int64_t n, bf16 *out) {
   const __m128i low_bits = _mm_set1_epi8(15);
   for (int64_t c = 0; c < n; c += 32) {
     __m128i bytes = _mm_loadu_si128((const __m128i *)(from + c / 2));
     __m128i even = _mm_and_si128(bytes, low_bits), odd = _mm_and_si128(_mm_srli_epi16(bytes, 4), low_bits);
-    int8_t entries[32];
-    _mm_storeu_si128((__m128i *)entries, _mm_unpacklo_epi8(even, odd));
-    _mm_storeu_si128((__m128i *)(entries + 16), _mm_unpackhi_epi8(even, odd));
-    for (int64_t i = 0; i < 32; i += 16) {
-      const bf16 *of = range + (c + i) / group * 2;
-      F32x16 value = load_f32x16(entries + i, 16) * half_to_float(of[0]) + half_to_float(of[1]);
-      if (added) value = value + load_f32x16(added + c + i, 16) * added_scale;
-      store_bf16x16(out + c + i, value);
+    __m128i entries[2] = {_mm_unpacklo_epi8(even, odd), _mm_unpackhi_epi8(even, odd)};
+    const bf16 *range = ranges + c / group * 2;
+    U16x16 table[2];
+    table[0] = f32_to_bf16(int4_values(range));
+    table[1] = group == 16 ? f32_to_bf16(int4_values(range + 2)) : table[0];
+#if defined(__AVX512BW__)
+    __m512i tables = _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)table[0]), (__m256i)table[1], 1);
+    __m512i index = _mm512_cvtepu8_epi16(_mm256_set_m128i(entries[1], entries[0]));
+    index = _mm512_or_si512(index, _mm512_inserti64x4(__m512i{}, _mm256_set1_epi16(16), 1));
+    _mm512_storeu_si512(out + c, _mm512_permutexvar_epi16(index, tables));
+#else
+    for (int half = 0; half < 2; half++) {
+      __m128i parts[2];
+      memcpy(parts, &table[half], sizeof parts);
+      const __m128i low_bytes = _mm_set1_epi16(255);
+      __m128i low = _mm_packus_epi16(_mm_and_si128(parts[0], low_bytes), _mm_and_si128(parts[1], low_bytes));
+      __m128i high = _mm_packus_epi16(_mm_srli_epi16(parts[0], 8), _mm_srli_epi16(parts[1], 8));
+      low = _mm_shuffle_epi8(low, entries[half]), high = _mm_shuffle_epi8(high, entries[half]);
+      _mm_storeu_si128((__m128i *)(out + c + half * 16), _mm_unpacklo_epi8(low, high));
+      _mm_storeu_si128((__m128i *)(out + c + half * 16 + 8), _mm_unpackhi_epi8(low, high));
     }
+#endif
+  }
+}
+
+// The n entries, a multiple of 32, of head first / n of a slot of 4-bit entries in bf16; of keys, their differences.
+inline void int4_entries_to_bf16(const KvEntries &k, int64_t slot, int64_t first, int64_t n, bf16 *out) {
+  const int64_t group = k.kind == IP_KV_INT4_DIFFERENCES ? kDifferenceGroup : kInt4Group;
+  int4_to_bf16((const uint8_t *)k.data + (slot * k.stride + first) / 2,
+               k.ranges + 2 * (slot * k.groups + first / group), group, n, out);
+}
+
+// out[0 .. n] = the n entries, a multiple of 32, of head first / n of a slot of 4-bit entries in bf16: each group's
+// scale and minimum applied, and the first key of the span added to differences.
+inline void dequantize_int4(const KvEntries &k, int64_t slot, int64_t first, int64_t n, bf16 *out) {
+  if (k.kind == IP_KV_INT4) return int4_entries_to_bf16(k, slot, first, n, out);
+  const int64_t span = slot / kSpanSlots;
+  const uint8_t *from = (const uint8_t *)k.data + (slot * k.stride + first) / 2;
+  const bf16 *range = k.ranges + 2 * (slot * k.groups + first / kDifferenceGroup);
+  const int8_t *added = k.first + span * k.stride + first;
+  const float scale = k.first_scale[span * (k.stride / n) + first / n];
+  for (int64_t c = 0; c < n; c += kDifferenceGroup, range += 2) {
+    float values[16], found[16];
+    store(values, int4_values(range));
+    for (int i = 0; i < 16; i++) found[i] = values[from[(c + i) / 2] >> (i % 2 * 4) & 15];
+    store_bf16x16(out + c, load<F32x16>(found) + load_f32x16(added + c, 16) * scale);
   }
 }
 

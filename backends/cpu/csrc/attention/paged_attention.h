@@ -181,6 +181,20 @@ inline void softmax_and_add_values(const AttentionArgs &args, const AttentionUni
     }
 }
 
+// keys [n, dim] = the keys of n slots from `slot` on and one head in bf16, without scales; those of 4 bits, differences.
+inline void convert_keys(const AttentionArgs &args, int64_t slot, int64_t n, int64_t head, bf16 *keys) {
+  const KvEntries &k = args.k;
+  for (int64_t i = 0; i < n; i++, keys += args.dim) {
+    int64_t at = (slot + i) * k.stride + head * args.dim;
+    if (k.is_int8())
+      int8_to_bf16(k.int8_entries() + at, args.dim, keys);
+    else if (k.kind == IP_KV_FP8)
+      fp8_row_to_bf16((const uint8_t *)k.data + at, args.dim, keys);
+    else
+      int4_entries_to_bf16(k, slot + i, head * args.dim, args.dim, keys);
+  }
+}
+
 // Computes the partial results of a unit of work over the span with number `span` (keys span * kSpan on), written to
 // `to`; `queue` prefetches meanwhile. Keys are read as they lie, all heads of one key before the next, and so are
 // values, a window at a time: a stream that processors prefetch.
@@ -189,7 +203,7 @@ inline void attend_span(const AttentionArgs &args, const AttentionUnit &u, int64
   const AttentionTask &t = u.t;
   const SpanKeys visible(args, t, span);
   const int64_t begin = visible.begin, m = u.q[0].rows.m, rows = u.heads * m;
-  float *scores = workspace(kScores)->reserve<float>((rows + 2 * u.heads) * kSpan), *k_scale = scores + rows * kSpan;
+  float *scores = workspace(kScores)->reserve<float>((rows + 2 * u.heads) * kSpan + m * kLanes), *k_scale = scores + rows * kSpan;
   float *v_scale = k_scale + u.heads * kSpan;
   // Those of a tile in bf16.
   // A cache in FP8 or 4 bits: keys of a block and head, and values of all keys and heads, in bf16.
@@ -197,12 +211,13 @@ inline void attend_span(const AttentionArgs &args, const AttentionUnit &u, int64
   bf16 *keys = workspace(kEntriesInBf16)
                    ->reserve<bf16>(args.k.is_bf16() ? 0 : kSpan * (args.dim + (converts ? u.heads * args.v_dim : 0)));
   bf16 *converted = keys + kSpan * args.dim;
+  float *of_first = v_scale + u.heads * kSpan;  // scores of a span's first key: [m, kLanes]
   const bf16 *values[kSpan];
   const int8_t *int8_values[kSpan];
   const int64_t row = args.k.bytes_of(args.dim);
   if (!args.has_latents())
     queue.values = {args.v, t.table, args.block, visible.from, visible.end, u.g * args.v_dim, u.heads * args.v_dim};
-  if (args.has_int8_keys()) memset(k_scale, 0, (size_t)(2 * u.heads * kSpan) * sizeof(float));
+  if (args.k.has_scales()) memset(k_scale, 0, (size_t)(2 * u.heads * kSpan) * sizeof(float));
   // Whole blocks, even if the sequence ends within one: a key's score must not depend on the keys after it.
   int64_t first_block = visible.from / args.block, last_block = (visible.end - 1) / args.block;
   for (int64_t b = first_block; b <= last_block; b++) {
@@ -231,18 +246,36 @@ inline void attend_span(const AttentionArgs &args, const AttentionUnit &u, int64
     }
     if (converts) {
       for (int64_t g = 0; g < u.heads; g++) {
-        for (int64_t i = 0; i < n; i++) {
-          bf16 *v = converted + ((j + i) * u.heads + g) * args.v_dim;
-          dequantize_entries(args.k, slot + i, (u.g + g) * args.dim, args.dim, keys + i * args.dim);
-          dequantize_entries(args.v, slot + i, (u.g + g) * args.v_dim, args.v_dim, v);
-          if (g == 0) values[j + i] = v;
-        }
+        convert_keys(args, slot, n, u.g + g, keys);
         queue.prefetch(n * row);
         float *s = scores + g * m * kSpan + j;
-        if (args.uses_tiles())
-          dot(keys, args.dim, n, args.dim, u.q[g].rows, 0, s, kSpan);
-        else
-          dot_without_tiles(keys, args.dim, n, args.dim, u.q[g].rows, 0, s, kSpan);
+        auto multiply = [&](const bf16 *from, int64_t count, float *out, int64_t ldo) {
+          if (args.uses_tiles())
+            dot(from, args.dim, count, args.dim, u.q[g].rows, 0, out, ldo);
+          else
+            dot_without_tiles(from, args.dim, count, args.dim, u.q[g].rows, 0, out, ldo);
+        };
+        multiply(keys, n, s, kSpan);
+        if (args.k.kind == IP_KV_INT4_DIFFERENCES) {
+          int64_t span = slot / kSpanSlots;
+          int8_to_bf16(args.k.first + span * ld + (u.g + g) * args.dim, args.dim, keys);
+          multiply(keys, 1, of_first, kLanes);
+          float scale = args.k.first_scale[span * args.kv_heads + u.g + g];
+          for (int64_t r = 0; r < m; r++)
+            for (int64_t i = 0; i < n; i++) s[r * kSpan + i] += of_first[r * kLanes] * scale;
+        }
+        for (int64_t i = 0; i < n; i++) {
+          bf16 *v = converted + ((j + i) * u.heads + g) * args.v_dim;
+          if (args.k.has_scales()) k_scale[g * kSpan + j + i] = args.k.scale[(slot + i) * args.k.groups + u.g + g];
+          if (args.v.kind == IP_KV_FP8) {
+            fp8_row_to_bf16((const uint8_t *)args.v.data + (slot + i) * args.v.stride + (u.g + g) * args.v_dim,
+                            args.v_dim, v);
+            v_scale[g * kSpan + j + i] = args.v.scale[(slot + i) * args.v.groups + u.g + g];
+          } else {
+            int4_entries_to_bf16(args.v, slot + i, (u.g + g) * args.v_dim, args.v_dim, v);
+          }
+          if (g == 0) values[j + i] = v;
+        }
       }
       continue;
     }
@@ -265,14 +298,19 @@ inline void attend_span(const AttentionArgs &args, const AttentionUnit &u, int64
           dot_without_tiles(from, ld, min64(step, n - i), args.dim, u.q[g].rows, 0, s, kSpan);
       }
   }
-  if (!args.has_int8_keys()) return softmax_and_add_values(args, u, visible, values, nullptr, scores, to, queue);
+  if (args.has_latents() || !args.k.has_scales())
+    return softmax_and_add_values(args, u, visible, values, nullptr, scores, to, queue);
+  const bool has_int16_queries = args.has_int8_keys() && !args.uses_tiles();
   for (int64_t r = 0; r < rows; r++) {
-    F32x16 query_scale = splat(args.uses_tiles() ? 1.0f : u.q[r / m].int16.scale[r % m]);
+    F32x16 query_scale = splat(has_int16_queries ? u.q[r / m].int16.scale[r % m] : 1.0f);
     float *s = scores + r * kSpan, *of = k_scale + r / m * kSpan;
     for (int64_t j = 0; j < kSpan; j += kLanes)
       store(s + j, load<F32x16>(s + j) * (load<F32x16>(of + j) * query_scale));
   }
-  softmax_and_add_values(args, u, visible, int8_values, v_scale, scores, to, queue);
+  if (args.has_int8_keys())
+    softmax_and_add_values(args, u, visible, int8_values, v_scale, scores, to, queue);
+  else
+    softmax_and_add_values(args, u, visible, values, args.v.has_scales() ? v_scale : nullptr, scores, to, queue);
 }
 
 // out[0 .. v_dim] = the attention result in bf16 of one token and head, from `count` partial results (maximum, sum,
