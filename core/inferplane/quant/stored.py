@@ -14,6 +14,7 @@ from inferplane.ops import FORMATS
 from inferplane.quant import gguf_blocks
 from inferplane.quant.formats import READERS, SUFFIXES
 from inferplane.quant.instructions import check_instructions, is_excluded
+from inferplane.quant.integers import QuantScheme, find_integers, read_awq, read_gptq, warn_of_expansion
 from inferplane.quant.microscaling import MICROSCALED, MODELOPT, find_compressed
 from inferplane.quant.mixed_groups import find_group, list_targets
 from inferplane.quant.mxfp4 import MXFP4
@@ -31,15 +32,6 @@ the config says that their scales are static."""
 FP8_BLOCKS = ActivationQuant("fp8", 128)
 FP8_ROWS = ActivationQuant("fp8")
 FP8_STATIC = ActivationQuant("fp8", static=True)
-GROUPS = {(8, 0): "int8_row", (8, 128): "int8_group", (4, 0): "int4_row"} | {
-    (4, 128): "int4_group",
-    (4, 64): "int4_group64",
-    (4, 32): "int4_group32",
-}
-"""Integer weight formats by bits and the number of columns that share a scale; 0: the whole row."""
-WIDER = {"int4_group": "int8_group", "int4_row": "int8_row"}
-WIDER |= dict.fromkeys(("int4_group32", "int4_group64"), "int8_group32")
-"""Formats for 4-bit entries with zero points, which are -15 to 15 from it. Scales of 64 columns are read as two."""
 INT8 = ("int", 8)
 DENSE = ("pack-quantized", "int-quantized", "naive-quantized", None)
 """Integer formats of compressed-tensors that can be read; others drop entries, or reorder them for a kernel."""
@@ -151,7 +143,7 @@ def read_quant_config(
             "with FP8 weights in blocks of [128, 128] or with a scale a tensor or channel, or with integers of 4 or "
             "8 bits, or nvfp4, mxfp4, mxfp8; 'gptq' of 4 or 8 bits; 'awq' (gemm) of 4; 'modelopt' of FP8, NVFP4, "
             "W4A16_NVFP4, MXFP4, MXFP8. Integers have a scale a row or 128 "
-            f"columns, those of 4 bits also 64 or 32; those of 8 bits are symmetric; 'mxfp4' as gpt-oss has "
+            f"columns, those of 4 bits also 64 or 32; 'mxfp4' as gpt-oss has "
             f"it{of_plugins}",
             remedy="load an unquantized checkpoint, or add a plugin that registers the format",
         )
@@ -161,6 +153,7 @@ def read_quant_config(
             f"its {found.format} weights. That is not applied: they are multiplied as they are."
         )
     format, quant, packed = found.format, found.activation_quant, found.packed
+    warn_of_expansion(packed)
     if format in MICROSCALED and names is not None:
         return replace(_of_plugin(format, MICROSCALED[format], names), unread=UNREAD)
 
@@ -185,8 +178,8 @@ def _find_scheme(settings: Mapping[str, Any]) -> QuantScheme | None:
         "fp8": _fp8,
         "compressed-tensors": _read_compressed,
         "fbgemm_fp8": lambda s: QuantScheme("fp8_row", FP8_ROWS),
-        "gptq": _gptq,
-        "awq": _awq,
+        "gptq": read_gptq,
+        "awq": read_awq,
         "modelopt": _modelopt,
     }
     method = settings.get("quant_method")
@@ -229,19 +222,6 @@ def format_of(settings: Mapping[str, Any] | None, names: Collection[str] | None)
     return read_quant_config(settings, names).format_of
 
 
-@dataclass(frozen=True)
-class QuantScheme:
-    """What settings state: a weight format, the quantization of activations, the packing of integers.
-
-    `skipped_quant` says what activations are quantized to where that is not done here.
-    """
-
-    format: str
-    activation_quant: ActivationQuant | None = None
-    packed: IntegerPacking | None = None
-    skipped_quant: str = ""
-
-
 SHOWN_SETTINGS = (
     "bits", "group_size", "sym", "zero_point", "version", "format", "checkpoint_format", "backend", "dynamic",
     "weight_block_size", "quant_algo",
@@ -254,42 +234,6 @@ def _fp8(settings: Mapping[str, Any]) -> QuantScheme | None:
     if block in (BLOCK, tuple(BLOCK)):
         return QuantScheme("fp8_block", FP8_BLOCKS if scheme == "dynamic" else None)
     return None if block else QuantScheme("fp8_row", {"dynamic": FP8_ROWS, "static": FP8_STATIC}.get(str(scheme)))
-
-
-def _integers(method: str, bits: Any, group: Any, symmetric: Any, *, less_one: bool = False) -> QuantScheme | None:
-    """Packed integer weights; the group is -1 or None for a scale per row."""
-    if not all(isinstance(x, int) for x in (bits, -1 if group is None else group, symmetric)):
-        return None
-    columns = 0 if group in (-1, None) else group
-    format = GROUPS.get((bits, columns)) if columns or group != 0 else None
-    if format is not None and not symmetric:
-        format = WIDER.get(format)
-    if format is None:
-        return None
-    repeats = columns // (FORMATS[format][2][1] or columns or 1) or 1
-    return QuantScheme(format, packed=IntegerPacking(method, bits, columns, bool(symmetric), less_one, repeats))
-
-
-def _gptq(settings: Mapping[str, Any]) -> QuantScheme | None:
-    """All modules alike; GPTQModel's `dynamic` may only exclude modules, which the tensors' names show too. The format
-    says how zero points are stored; exporters write it under one of two names, or both."""
-    dynamic = settings.get("dynamic") or {}
-    if not isinstance(dynamic, Mapping) or not all(isinstance(k, str) and k.startswith("-:") for k in dynamic):
-        return None
-    forms = {str(settings[key]) for key in ("checkpoint_format", "format") if settings.get(key)} or {"gptq"}
-    form = forms.pop() if len(forms) == 1 else None
-    if form not in ("gptq", "gptq_v2"):
-        return None
-    bits, group = settings.get("bits"), settings.get("group_size", 0)
-    return _integers("gptq", bits, group, settings.get("sym", True), less_one=form == "gptq")
-
-
-def _awq(settings: Mapping[str, Any]) -> QuantScheme | None:
-    """AutoAWQ's layout "gemm", which always has zero points."""
-    forms = {str(settings.get(key) or "gemm").lower() for key in ("version", "format", "checkpoint_format")}
-    if forms != {"gemm"} or settings.get("backend") == "llm-awq" or settings.get("bits") != 4:
-        return None
-    return _integers("awq", 4, settings.get("group_size", 0), False) if settings.get("zero_point", True) else None
 
 
 def _modelopt(settings: Mapping[str, Any]) -> QuantScheme | None:
@@ -387,7 +331,10 @@ def _integer_group(weights: Mapping[str, Any], inputs: Any, settings: Mapping[st
         return None
     group = weights.get("group_size", 0) if strategy == "group" else None
     bits, symmetric = weights.get("num_bits"), weights.get("symmetric", True)
-    found = _integers("compressed-tensors", bits, group, symmetric)
+    is_scattered = weights.get("actorder") in ("group", "dynamic", True)
+    found = find_integers("compressed-tensors", bits, group, symmetric, is_scattered=is_scattered)
+    if found is not None and found.packed is not None and found.packed.expands:
+        return found if settings.get("format") == "pack-quantized" else None
     if found is None or bits != 8 or found.format != "int8_row" or inputs is None:
         return found
     dynamic = inputs.get("dynamic") is True and inputs.get("symmetric", True)

@@ -28,6 +28,8 @@ class IntegerPacking:
         symmetric: the zero point is the middle of the range, and stored zero points are ignored.
         less_one: stored zero points are 1 too small (GPTQ, except its format "gptq_v2").
         scale_repeats: how many times each scale is shown, for a format of narrower groups.
+        expands: weights are shown dequantized (`expand`), because no format holds them: of scattered columns, or of 8
+            bits with zero points.
 
     Source: the published layouts of GPTQ's and AWQ's checkpoints, and of compressed-tensors' "pack-quantized".
     """
@@ -38,6 +40,7 @@ class IntegerPacking:
     symmetric: bool = True
     less_one: bool = False
     scale_repeats: int = 1
+    expands: bool = False
 
     @property
     def suffix(self) -> str:
@@ -77,13 +80,12 @@ class UnpackedSource:
 
     def names(self) -> Iterable[str]:
         """See `TensorSource.names`."""
-        hidden: set[str] = set()
-        shown: list[str] = []
+        expands, hidden, shown = self.packed.expands, set[str](), list[str]()
         for name in self.source.names():
             module = name.removesuffix(self.packed.suffix)
             if module != name and self._includes(module):
-                hidden |= {module + part for part in self.packed.parts}
-                shown += [module + WEIGHT, *([module + SCALE] if self._transposed else [])]
+                hidden |= {module + part for part in self.packed.parts} | ({module + SCALE} if expands else set())
+                shown += [module + WEIGHT, *([module + SCALE] if self._transposed and not expands else [])]
         return [*shown, *(name for name in self.source.names() if name not in hidden)]
 
     def shape(self, name: str) -> tuple[int, ...] | None:
@@ -91,6 +93,8 @@ class UnpackedSource:
         if module := self._module(name, WEIGHT):
             return self._shape(module)
         if self._makes_scales and (module := self._module(name, SCALE)):
+            if self.packed.expands:
+                return None
             found = self.source.shape(self._scale_name(module))
             if found is None or len(found) != 2:
                 return found
@@ -100,8 +104,8 @@ class UnpackedSource:
 
     def dtype(self, name: str) -> torch.dtype | None:
         """See `TensorSource.dtype`."""
-        if self._module(name, WEIGHT):
-            return torch.int8
+        if module := self._module(name, WEIGHT):
+            return self.source.dtype(self._scale_name(module)) if self.packed.expands else torch.int8
         if self._makes_scales and (module := self._module(name, SCALE)):
             return self.source.dtype(self._scale_name(module))
         return self.source.dtype(name)
@@ -109,7 +113,7 @@ class UnpackedSource:
     def read_into(self, name: str, out: torch.Tensor, shard: Shard) -> None:
         """See `TensorSource.read_into`."""
         if module := self._module(name, WEIGHT):
-            values = self._values(module)
+            values = self._expand(module) if self.packed.expands else self._values(module)
         elif self._makes_scales and (module := self._module(name, SCALE)):
             values = self._read(self._scale_name(module), out.dtype)
             values = values.t() if self._transposed else values
@@ -134,7 +138,7 @@ class UnpackedSource:
     @property
     def _makes_scales(self) -> bool:
         """Whether scales are shown in another form than they are stored in."""
-        return self._transposed or self.packed.scale_repeats > 1
+        return self._transposed or self.packed.scale_repeats > 1 or self.packed.expands
 
     def _scale_name(self, module: str) -> str:
         return f"{module}.scales" if self._transposed else module + SCALE
@@ -182,12 +186,7 @@ class UnpackedSource:
         """int8 `[N, K]`: entries minus their zero points."""
         p, (n, k) = self.packed, self._shape(module)
         self._check_order(module, k)
-        words = self._read(module + p.suffix, torch.int32)
-        if p.method == "awq":
-            unsigned = unpack_words(words, p.bits, AWQ_ORDER).t()
-        else:
-            unsigned = unpack_words(words.t().contiguous() if p.method == "gptq" else words, p.bits)[:, :k]
-        del words
+        unsigned = self._unsigned(module, k)
         if p.symmetric:
             return (unsigned ^ 128).view(torch.int8) if p.bits == 8 else unsigned.contiguous().view(torch.int8) - 8
         zeros, width = self._zeros(module, n, k), p.group or k
@@ -196,14 +195,50 @@ class UnpackedSource:
             columns.sub_(zeros[:, group, None])
         return values
 
+    def _unsigned(self, module: str, k: int) -> torch.Tensor:
+        """uint8 `[N, K]`: entries as they are stored, from 0."""
+        p = self.packed
+        words = self._read(module + p.suffix, torch.int32)
+        if p.method == "awq":
+            return unpack_words(words, p.bits, AWQ_ORDER).t()
+        return unpack_words(words.t().contiguous() if p.method == "gptq" else words, p.bits)[:, :k]
+
+    def _expand(self, module: str) -> torch.Tensor:
+        """float32 `[N, K]`: entries minus their zero points, times the scales of their columns' groups."""
+        p, (n, k) = self.packed, self._shape(module)
+        group_of = self._find_groups(module, k)
+        scale = self._read(self._scale_name(module), torch.float32)
+        scale = scale.t() if self._transposed else scale.reshape(n, -1)
+        if int(group_of.max()) >= scale.shape[1]:
+            what = f"names group {int(group_of.max())}, and there are {scale.shape[1]} scales a row"
+            raise self._make_error(module + p.parts[3], what)
+        values = self._unsigned(module, k).float()
+        if p.symmetric:
+            values -= 2 ** (p.bits - 1)
+        else:
+            values -= self._zeros(module, n, k).view(torch.uint8).float()[:, group_of]
+        return values * scale[:, group_of]
+
+    def _find_groups(self, module: str, k: int) -> torch.Tensor:
+        """int64 `[K]`: the group of each column."""
+        name = module + self.packed.parts[3]
+        if self.source.shape(name) is None:
+            return torch.arange(k) // (self.packed.group or k)
+        if self.source.shape(name) != (k,):
+            raise self._make_error(name, f"is {self.source.shape(name)}, not a group for each of {k} columns")
+        found = self._read(name, torch.int64)
+        if int(found.min()) < 0:
+            raise self._make_error(name, "names a group below 0")
+        return found
+
     def _zeros(self, module: str, n: int, k: int) -> torch.Tensor:
-        """int8 `[N, groups]`, of 4 bits."""
+        """int8 `[N, groups]`, of 4 bits; of 8 bits they are bytes without a sign."""
         p, groups = self.packed, -(-k // (self.packed.group or k))
         name = module + p.parts[2]
         have, kind = self.source.shape(name), self.source.dtype(name)
         words = -(-n * p.bits // 32)
         if kind is torch.int8 and have == (n, groups) and not self._transposed:
-            return self._read(name, torch.int8) + 8
+            return self._read(name, torch.int8) + (8 if p.bits == 4 else -128)
         want = (groups, words) if self._transposed else (words, groups)
         if kind is not torch.int32 or have != want:
             raise self._make_error(name, f"is {have} {kind}, not zero points {want} of int32")
@@ -212,6 +247,8 @@ class UnpackedSource:
             stored if self._transposed else stored.t().contiguous(), p.bits, AWQ_ORDER if p.method == "awq" else None
         )
         zeros = unsigned[:, :n].t().contiguous().view(torch.int8)
+        if p.bits == 8:
+            return zeros + 1 if p.less_one else zeros  # 255 and 1 are 0
         return (zeros + 1) & 15 if p.less_one else zeros
 
     def _check_order(self, module: str, k: int) -> None:

@@ -126,7 +126,7 @@ def test_formats_that_both_forms_of_latent_attention_read():
 
 @pytest.mark.skipif(not instruction_sets(), reason="not run: no native kernels")
 @pytest.mark.parametrize(
-    "options", [{"kv_dtype": "fp8"}, {"ops": {"mla_expanded": "torch_sdpa"}}], ids=["cache", "pin"]
+    "options", [{"kv_dtype": "int4"}, {"ops": {"mla_expanded": "torch_sdpa"}}], ids=["cache", "pin"]
 )
 def test_latent_attention_stays_exact_where_nothing_would_be_saved(options, tmp_path):
     random_model(deepseek_config(num_hidden_layers=2), seed=3).save_pretrained(tmp_path)

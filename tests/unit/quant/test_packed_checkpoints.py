@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from inferplane import LLM
 from inferplane.binding import DictSource
+from inferplane.engine import InferplaneWarning
 from inferplane.errors import CheckpointError, UnsupportedModelError
 from inferplane.quant import read_integers, read_quant_config
 from inferplane.types import Shard
@@ -187,7 +188,6 @@ def test_how_activations_are_coded(settings, act):
         {"quant_method": "gptq", "bits": 4, "group_size": 0},
         {"quant_method": "gptq", "bits": 4, "group_size": 96},
         {"quant_method": "gptq", "bits": 4, "group_size": "128"},
-        {"quant_method": "gptq", "bits": 8, "group_size": 128, "sym": False},
         {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": False},
         {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"},
         {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"+:.*down.*": {"bits": 8}}},
@@ -379,3 +379,67 @@ def test_groups_of_modules_in_different_formats():
 def test_groups_that_cannot_be_read_together(groups):
     with pytest.raises(UnsupportedModelError, match="compressed-tensors"):
         read_quant_config(mixed(*groups), None)
+
+
+def expanded(found, tensors, name="a.weight"):
+    """A weight as it is shown, and that it is shown so."""
+    view = found.view(DictSource(tensors))
+    assert found.format_of(name) == "plain" and view.shape(name[:-6] + "weight_scale") is None
+    assert view.dtype(name).is_floating_point and sum(n.startswith("a.") for n in view.names()) == 1
+    out = torch.empty(view.shape(name))
+    view.read_into(name, out, Shard())
+    half = torch.empty(len(out) // 2, out.shape[1])
+    view.read_into(name, half, Shard(0, 1, 2))
+    assert torch.equal(half, out[len(out) // 2 :])
+    return out
+
+
+@pytest.mark.parametrize(
+    ("method", "bits"), [("gptq", 4), ("gptq", 8), ("compressed-tensors", 4), ("compressed-tensors", 8)]
+)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_scattered_columns_are_expanded(method, bits, symmetric):
+    """Each column has the scale of the group that `g_idx` names, as activation order leaves them."""
+    n, k, group = 24, 512, 128
+    codes, scale, zero = drawn(n, k, bits, group, symmetric=symmetric)
+    order = torch.randperm(k, generator=torch.Generator().manual_seed(1)) // group
+    tensors = packed(method, "a", codes, scale, zero, bits, group)
+    tensors["a.g_idx" if method == "gptq" else "a.weight_g_idx"] = order.int()
+    settings = config(method, bits, group, symmetric)
+    if method == "gptq":
+        settings["desc_act"] = True
+    else:
+        settings["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    with pytest.warns(InferplaneWarning, match=r"expanded to 16 bits.*weight_only_int8"):
+        found = read_quant_config(settings, set(tensors))
+    middle = torch.full_like(scale, 2 ** (bits - 1)) if zero is None else zero.float()
+    assert torch.equal(expanded(found, tensors), (codes.float() - middle[:, order]) * scale[:, order])
+
+
+@pytest.mark.parametrize("method", ["gptq", "compressed-tensors"])
+@pytest.mark.parametrize("group", [128, 0])
+def test_8_bits_with_zero_points_are_expanded(method, group):
+    codes, scale, zero = drawn(24, 256, 8, group, symmetric=False)
+    tensors = packed(method, "a", codes, scale, zero, 8, group)
+    with pytest.warns(InferplaneWarning, match="8 bits and zero points"):
+        found = read_quant_config(config(method, 8, group, False), set(tensors))
+    assert torch.equal(expanded(found, tensors), value(codes, scale, zero, 8, group))
+
+
+def test_a_scale_a_row_has_no_order():
+    tensors = packed("gptq", "a", *drawn(24, 256, 4, 0, symmetric=True), 4, 0)
+    found = read_quant_config({**config("gptq", 4, 0, True), "desc_act": True}, set(tensors))
+    assert found.format_of("a.weight") == "int4_row"
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [(lambda t: t[:-1], "not a group for each"), (lambda t: t + 9, "names group"), (lambda t: t - 9, "below 0")],
+)
+def test_an_order_that_cannot_be(change, match):
+    tensors = packed("gptq", "a", *drawn(24, 256, 4, 128, symmetric=True), 4, 128)
+    tensors["a.g_idx"] = change(tensors["a.g_idx"])
+    with pytest.warns(InferplaneWarning):
+        found = read_quant_config({**config("gptq", 4, 128, True), "desc_act": True}, set(tensors))
+    with pytest.raises(CheckpointError, match=match):
+        found.view(DictSource(tensors)).read_into("a.weight", torch.empty(24, 256), Shard())
