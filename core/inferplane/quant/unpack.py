@@ -186,7 +186,7 @@ class UnpackedSource:
         """int8 `[N, K]`: entries minus their zero points."""
         p, (n, k) = self.packed, self._shape(module)
         self._check_order(module, k)
-        unsigned = self._unsigned(module, k)
+        unsigned = self._read_entries(module, k)
         if p.symmetric:
             return (unsigned ^ 128).view(torch.int8) if p.bits == 8 else unsigned.contiguous().view(torch.int8) - 8
         zeros, width = self._zeros(module, n, k), p.group or k
@@ -195,7 +195,7 @@ class UnpackedSource:
             columns.sub_(zeros[:, group, None])
         return values
 
-    def _unsigned(self, module: str, k: int) -> torch.Tensor:
+    def _read_entries(self, module: str, k: int) -> torch.Tensor:
         """uint8 `[N, K]`: entries as they are stored, from 0."""
         p = self.packed
         words = self._read(module + p.suffix, torch.int32)
@@ -212,7 +212,7 @@ class UnpackedSource:
         if int(group_of.max()) >= scale.shape[1]:
             what = f"names group {int(group_of.max())}, and there are {scale.shape[1]} scales a row"
             raise self._make_error(module + p.parts[3], what)
-        values = self._unsigned(module, k).float()
+        values = self._read_entries(module, k).float()
         if p.symmetric:
             values -= 2 ** (p.bits - 1)
         else:

@@ -80,7 +80,7 @@ def test_what_is_not_carried_out_is_refused_by_name(case, names):
         group(weights={**GROUP["weights"], "actorder": "static", "observer": "mse", "observer_kwargs": {"p": 2}}),
         group(weights={**GROUP["weights"], "actorder": "weight", "scale_dtype": None}, output_activations=None),
         fp8(),
-        {**config("gptq", 4, 128, True), "desc_act": False, "meta": {"quantizer": "x"}, "adapter": None, "rotation": ""},
+        {**config("gptq", 4, 128, True), "desc_act": False, "meta": {"q": "x"}, "adapter": None, "rotation": ""},
         {**config("awq", 4, 128, False), "modules_to_not_convert": ["visual"], "backend": "auto"},
         {**config("gptq", 4, 128, True), "pack_dtype": "int32", "act_bits": 16, "data_type": "int", "extra_config": {}},
         {**config("gptq", 4, 128, True), "damp_percent": 0.1, "static_groups": True, "is_marlin_format": False},
