@@ -73,8 +73,9 @@ def _init_thread() -> None:
     torch.get_num_threads()
 
 
-SIGNATURES = 7
-"""IP_SIGNATURES of the library that is called here: it grows with every change of a function's arguments."""
+SIGNATURES = 8
+"""IP_SIGNATURES of the library that is called here: it grows with every change of a function's arguments,
+and of what it takes."""
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_select_isa": (c_int, c_char_p),
     "ip_set_thread_init": (None, _ThreadInit),

@@ -205,18 +205,23 @@ struct Step {
   }
 };
 
-// K and V of a layer, or latents, in bf16 or in int8.
+// K and V of a layer, or latents, in bf16, int8 or FP8.
 struct Cache {
   Bf16 k, v;
   Array<int8_t> k8, v8;
   Array<float> k_scale, v_scale;
   ip_cache c;
-  Cache(bool coded, int64_t slots, int64_t heads, int64_t dim, int64_t v_dim, int64_t groups)
-      : k(coded ? 0 : slots * heads * dim), v(coded ? 0 : slots * heads * v_dim), k8(coded ? slots * heads * dim : 0),
-        v8(coded ? slots * heads * v_dim : 0), k_scale(coded ? slots * groups : 0), v_scale(coded && v_dim ? slots * groups : 0) {
+  Cache(int32_t kind, int64_t slots, int64_t heads, int64_t dim, int64_t v_dim, int64_t groups)
+      : k(kind ? 0 : slots * heads * dim), v(kind ? 0 : slots * heads * v_dim), k8(kind ? slots * heads * dim : 0),
+        v8(kind ? slots * heads * v_dim : 0), k_scale(kind ? slots * groups : 0), v_scale(kind && v_dim ? slots * groups : 0) {
+    const bool coded = kind;
     int64_t ks = heads * dim, vs = heads * v_dim;
-    for (int64_t i = 0; coded && i < slots * ks; i++) k8[i] = (int8_t)lrintf(drawn() * 127);
-    for (int64_t i = 0; coded && i < slots * vs; i++) v8[i] = (int8_t)lrintf(drawn() * 127);
+    auto entry = [&] {  // no NaN of FP8, bytes 0x7f and 0xff: it would reach every layer behind
+      int8_t e = (int8_t)lrintf(drawn() * 127);
+      return kind == IP_KV_FP8 && (e == 127 || e == -1) ? (int8_t)(e - 1) : e;
+    };
+    for (int64_t i = 0; coded && i < slots * ks; i++) k8[i] = entry();
+    for (int64_t i = 0; coded && i < slots * vs; i++) v8[i] = entry();
     for (int64_t i = 0; coded && i < slots * groups; i++) k_scale[i] = drawn() / 127;
     for (int64_t i = 0; coded && v_dim && i < slots * groups; i++) v_scale[i] = drawn() / 127;
     void *first = coded ? (void *)(int8_t *)k8 : (ip_bf16 *)k, *second = coded ? (void *)(int8_t *)v8 : (ip_bf16 *)v;
@@ -224,16 +229,17 @@ struct Cache {
       c = {first, v_dim ? second : first, ks, v_dim ? vs : ks, k_scale, v_dim ? v_scale : k_scale, groups, groups, 16};
     else
       c = {first, v_dim ? second : first, ks, v_dim ? vs : ks, nullptr, nullptr, 0, 0, 16};
+    c.k_kind = c.v_kind = kind;
   }
 };
 
-void attention(bool coded) {
+void attention(int32_t kind) {
   for (int32_t length : {1, 20, 300, 600})
     for (int64_t dim : {22, 64}) {
       Step step(5, length);
       int64_t heads = length == 20 ? 16 : 6, kv = 2, slots = 120 * 16;
       Bf16 q(step.tokens * heads * dim), out(step.tokens * heads * dim);
-      Cache held(coded, slots, kv, dim, dim, kv);
+      Cache held(kind, slots, kv, dim, dim, kv);
       ip_cache cache = held.c;
       std::vector<float> sinks(heads, 0.5f);
       for (int64_t window : {0, 20}) {
@@ -258,7 +264,7 @@ void attention(bool coded) {
       int64_t nope = 12, rope = 8, value = 20, latent = 40;
       Bf16 a(step.tokens * 3 * nope), b(step.tokens * 3 * rope), w(3 * (nope + value) * latent);
       Bf16 mixed(step.tokens * 3 * value);
-      Cache latent_cache(coded, slots, 1, latent + rope, 0, length == 20 ? 1 : 6);
+      Cache latent_cache(kind, slots, 1, latent + rope, 0, length == 20 ? 1 : 6);
       ip_cache latents = latent_cache.c;
       int64_t ns[] = {3 * nope, nope}, rs[] = {3 * rope, rope};
       ip_matrix kv_b = {IP_BF16, 0, 3 * (nope + value), latent, latent, (ip_bf16 *)w, nullptr, nullptr, nullptr};
@@ -312,7 +318,7 @@ void experts() {
     }
 }
 
-void layers(bool coded) {
+void layers(int32_t kind) {
   const int kinds[][2] = {{IP_BF16, 0},   {IP_BF16_REORDERABLE, 0}, {IP_FP8, 128}, {IP_INT8, 64},
                           {IP_INT8, 128}, {IP_INT4, 32},       {IP_INT4, 96}, {IP_W8A8, 0},
                           {IP_INT8 + kCoded, 16}, {IP_INT6 + kCoded, 16}, {IP_INT4 + kMinimums + kCoded, 32}};
@@ -322,7 +328,7 @@ void layers(bool coded) {
       Stored qkv = weight(kind[0], kind[1], (heads + 2 * kv) * dim, width), o = weight(kind[0], kind[1], width, heads * dim);
       Stored gate_up = weight(kind[0], kind[1], 2 * inner, width), down = weight(kind[0], kind[1], width, inner);
       Bf16 n1(width), n2(width), n3(width), n4(width), qn(dim), kn(dim);
-      Cache held(coded, slots, kv, dim, dim, kv);
+      Cache held(kind, slots, kv, dim, dim, kv);
       Array<float> rope(700 * dim);
       ip_layer layer = {qkv.m, o.m, gate_up.m, down.m};
       layer.attn_norm = {n1, 1e-6f, 0}, layer.mlp_norm = {n2, 1e-6f, 0}, layer.q_norm = {qn, 1e-6f, 0};
@@ -339,7 +345,7 @@ void layers(bool coded) {
 }
 
 // Latent attention, a dense layer and one with experts, alone and in one call.
-void latent_layers(bool coded) {
+void latent_layers(int32_t kind) {
   const int kinds[][2] = {{IP_BF16, 0}, {IP_FP8, 128}, {IP_INT8, 64}, {IP_INT8, 128}, {IP_INT4, 32}, {IP_INT4, 96}, {IP_W8A8, 0}};
   const int64_t width = 70, heads = 3, nope = 12, rope = 8, value = 20, latent = 40, low = 90, inner = 48, slots = 120 * 16;
   for (auto &kind : kinds)
@@ -356,7 +362,7 @@ void latent_layers(bool coded) {
         ups.push_back(up.back().m), backs.push_back(back.back().m);
       }
       Bf16 n1(width), n2(width), n3(low), n4(latent);
-      Cache cached(coded, slots, 1, latent + rope, 0, 3), more(coded, slots, 1, latent + rope, 0, 3);
+      Cache cached(kind, slots, 1, latent + rope, 0, 3), more(kind, slots, 1, latent + rope, 0, 3);
       Array<float> table(700 * rope), bias(8);
       ip_latent lower = {q_a.m, q_b.m, kv_a.m, kv_b.m, {n3, 1e-6f, 0}, {n4, 1e-6f, 0}, nope, rope, value, latent};
       ip_experts routed = {router.m, bias, ups.data(), backs.data(), 8, 3, 4, 2, 2.5f, 1, 1, 1, nullptr, 0.5f, 0.01f};
@@ -531,10 +537,10 @@ int main() {
     products();
     row_by_row();
     experts();
-    for (bool coded : {false, true}) {
-      attention(coded);
-      layers(coded);
-      latent_layers(coded);
+    for (int32_t kind : {IP_KV_BF16, IP_KV_INT8, IP_KV_FP8}) {
+      attention(kind);
+      layers(kind);
+      latent_layers(kind);
     }
     recurrence();
     sampling();

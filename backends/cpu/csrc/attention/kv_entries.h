@@ -1,11 +1,12 @@
-// A layer's cached keys, values or latents, in one of the kinds of structs.h: writing them (bf16 and int8), and reading
-// them in bf16. Layers write, attention reads.
+// A layer's cached keys, values or latents, in one of the kinds of structs.h: writing them (but for 4 bits), and
+// reading them in bf16. Layers write, attention reads.
 //
 // If few query rows meet a key in int8, the query rows are rounded to 16-bit integers (an error of 2^-16 of a row's
 // largest entry) and multiplied with entries as they lie, exactly; scales are applied to the sums (int8_scores.h). In
 // all other cases entries are converted to bf16 first, once for all rows: without their scale, which is exact, or with
 // it.
 #pragma once
+#include "attention/fp8_rows.h"
 #include "products/linear.h"
 
 namespace {
@@ -43,18 +44,19 @@ inline KvEntries value_entries(const ip_cache &c, int64_t entries) {
   return {c.v, c.v_scale, c.v_stride, c.v_groups, c.v_scale ? entries / c.v_groups : 0, c.v_kind, c.v_ranges};
 }
 
-// Writes x[0 .. n] to entries first .. first + n of a slot of a cache in bf16 or int8. For int8 they
-// are whole groups, and each group's scale is written too: its largest magnitude becomes 127, and a group of zeros has
-// scale 1.
+// Writes x[0 .. n] to entries first .. first + n of a slot of a cache in bf16, int8 or FP8. If there are scales, they are
+// whole groups, and each group's scale is written too: its largest magnitude becomes 127, or 448 in FP8, and a group of
+// zeros has scale 1.
 inline void write_entries(const KvEntries &k, int64_t slot, int64_t first, const bf16 *x, int64_t n) {
-  if (!k.is_int8()) {
+  if (!k.has_scales()) {
     memcpy(k.bf16_entries() + slot * k.stride + first, x, (size_t)n * sizeof(bf16));
     return;
   }
   for (int64_t g = 0; g < n; g += k.group_size) {
     int64_t at = first + g;
-    k.scale[slot * k.groups + at / k.group_size] =
-        quantize_int8_row(x + g, k.group_size, k.int8_entries() + slot * k.stride + at).scale;
+    int8_t *to = k.int8_entries() + slot * k.stride + at;
+    k.scale[slot * k.groups + at / k.group_size] = k.is_int8() ? quantize_int8_row(x + g, k.group_size, to).scale
+                                                               : quantize_fp8_row(x + g, k.group_size, (uint8_t *)to);
   }
 }
 

@@ -18,9 +18,8 @@ from inferplane_cpu.native import library
 from inferplane_cpu.structs import Cache, Matrix, RaggedBatch
 
 KERNELS = Kernels()
-LAYOUTS = (f"paged_{BLOCK_TOKENS}", f"paged_{BLOCK_TOKENS}_int8")
-"""Entries in the plan's dtype or in int8, which layers write, and attention reads in place."""
-FP8_LAYOUTS = (f"paged_{BLOCK_TOKENS}_fp8",)
+LAYOUTS = (f"paged_{BLOCK_TOKENS}", f"paged_{BLOCK_TOKENS}_int8", f"paged_{BLOCK_TOKENS}_fp8")
+"""Entries in the plan's dtype, int8 or FP8, which layers write; attention converts FP8 to bfloat16 first."""
 INT4_LAYOUTS = (f"paged_{BLOCK_TOKENS}_int4", f"paged_{BLOCK_TOKENS}_k8v4")
 """What attention converts to bfloat16 first; the op `kv_write` writes it, by torch."""
 KV_INT8, KV_FP8, KV_INT4, KV_INT4_DIFFERENCES = range(1, 5)
@@ -61,7 +60,7 @@ def _has_few_queries_and_whole_groups(op: Any) -> bool:
     return _has_few_queries(op) and _has_whole_groups(op)
 
 
-PAGED = When(dtypes=(torch.bfloat16,), kv_layouts=(*LAYOUTS, *FP8_LAYOUTS), features=("native",))
+PAGED = When(dtypes=(torch.bfloat16,), kv_layouts=LAYOUTS, features=("native",))
 ATTENTION = replace(PAGED, extensions=("attention.sinks", "attention.softcap"))
 FEW = replace(ATTENTION, needs=(("few query tokens", _has_few_queries),))
 MANY = replace(
