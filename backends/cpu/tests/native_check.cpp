@@ -318,7 +318,7 @@ void experts() {
     }
 }
 
-void layers(int32_t kind) {
+void layers(int32_t stored) {
   const int kinds[][2] = {{IP_BF16, 0},   {IP_BF16_REORDERABLE, 0}, {IP_FP8, 128}, {IP_INT8, 64},
                           {IP_INT8, 128}, {IP_INT4, 32},       {IP_INT4, 96}, {IP_W8A8, 0},
                           {IP_INT8 + kCoded, 16}, {IP_INT6 + kCoded, 16}, {IP_INT4 + kMinimums + kCoded, 32}};
@@ -328,7 +328,7 @@ void layers(int32_t kind) {
       Stored qkv = weight(kind[0], kind[1], (heads + 2 * kv) * dim, width), o = weight(kind[0], kind[1], width, heads * dim);
       Stored gate_up = weight(kind[0], kind[1], 2 * inner, width), down = weight(kind[0], kind[1], width, inner);
       Bf16 n1(width), n2(width), n3(width), n4(width), qn(dim), kn(dim);
-      Cache held(kind, slots, kv, dim, dim, kv);
+      Cache held(stored, slots, kv, dim, dim, kv);
       Array<float> rope(700 * dim);
       ip_layer layer = {qkv.m, o.m, gate_up.m, down.m};
       layer.attn_norm = {n1, 1e-6f, 0}, layer.mlp_norm = {n2, 1e-6f, 0}, layer.q_norm = {qn, 1e-6f, 0};
@@ -345,7 +345,7 @@ void layers(int32_t kind) {
 }
 
 // Latent attention, a dense layer and one with experts, alone and in one call.
-void latent_layers(int32_t kind) {
+void latent_layers(int32_t stored) {
   const int kinds[][2] = {{IP_BF16, 0}, {IP_FP8, 128}, {IP_INT8, 64}, {IP_INT8, 128}, {IP_INT4, 32}, {IP_INT4, 96}, {IP_W8A8, 0}};
   const int64_t width = 70, heads = 3, nope = 12, rope = 8, value = 20, latent = 40, low = 90, inner = 48, slots = 120 * 16;
   for (auto &kind : kinds)
@@ -362,7 +362,7 @@ void latent_layers(int32_t kind) {
         ups.push_back(up.back().m), backs.push_back(back.back().m);
       }
       Bf16 n1(width), n2(width), n3(low), n4(latent);
-      Cache cached(kind, slots, 1, latent + rope, 0, 3), more(kind, slots, 1, latent + rope, 0, 3);
+      Cache cached(stored, slots, 1, latent + rope, 0, 3), more(stored, slots, 1, latent + rope, 0, 3);
       Array<float> table(700 * rope), bias(8);
       ip_latent lower = {q_a.m, q_b.m, kv_a.m, kv_b.m, {n3, 1e-6f, 0}, {n4, 1e-6f, 0}, nope, rope, value, latent};
       ip_experts routed = {router.m, bias, ups.data(), backs.data(), 8, 3, 4, 2, 2.5f, 1, 1, 1, nullptr, 0.5f, 0.01f};
