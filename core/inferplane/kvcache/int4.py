@@ -18,8 +18,10 @@ from inferplane.kvcache.blocked import BlockedKV, Zeros, make_zeros
 from inferplane.types import KVRequest
 from inferplane.types.qtensor import round_entries, scales
 
-KEY_GROUP, GROUP = 16, 32
-"""Entries that share a scale and a minimum: of keys, and of values and latents."""
+FINE_GROUP, GROUP = 16, 32
+"""Entries that share a scale and a minimum: of keys, and of values beside keys in int8; and of others."""
+GROUPS = {"int4": GROUP, "k8v4": FINE_GROUP}
+"""Those of values, by KV dtype."""
 SPAN = 16
 """Slots whose keys are stored as differences from the first of them."""
 TOP = 15.0
@@ -133,14 +135,14 @@ class Int4Keys:
     def __init__(self, shape: tuple[int, int, int], device: torch.device, zeros: Zeros) -> None:
         slots, heads, dim = shape
         self.spans = (slots - 1) // SPAN
-        self.differences = Int4Entries(shape, device, zeros, KEY_GROUP)
+        self.differences = Int4Entries(shape, device, zeros, FINE_GROUP)
         self.firsts = Int8Entries((self.spans + 1, heads, dim), device, zeros)
         self.tensors = [*self.differences.tensors, *self.firsts.tensors]
 
     @staticmethod
     def bytes_per_span(heads: int, dim: int) -> int:
         """Bytes of a span."""
-        return SPAN * Int4Entries.bytes_per_token(heads, dim, KEY_GROUP) + Int8Entries.bytes_per_token(heads, dim)
+        return SPAN * Int4Entries.bytes_per_token(heads, dim, FINE_GROUP) + Int8Entries.bytes_per_token(heads, dim)
 
     def write(self, slots: torch.Tensor, x: torch.Tensor) -> None:
         """Store rows `[T, heads, dim]`."""
@@ -213,7 +215,7 @@ class Int4KV(BlockedKV):
             if number == 0 and len(request.entry_shapes) == 2:
                 self.parts.append((Int8Entries if kv_dtype == "k8v4" else Int4Keys)(whole, device, zeros))
             else:
-                self.parts.append(Int4Entries(whole, device, zeros))
+                self.parts.append(Int4Entries(whole, device, zeros, GROUPS[kv_dtype]))
 
     def write(self, slots: torch.Tensor, *values: torch.Tensor) -> None:
         """See `LayerKV.write`."""
@@ -266,7 +268,7 @@ def bytes_per_span(request: KVRequest, dtype: torch.dtype, kv_dtype: str) -> int
     if len(shapes) != 2:
         return SPAN * sum(Int4Entries.bytes_per_token(*shape) for shape in shapes)
     keys = SPAN * Int8Entries.bytes_per_token(*shapes[0]) if kv_dtype == "k8v4" else Int4Keys.bytes_per_span(*shapes[0])
-    return keys + SPAN * Int4Entries.bytes_per_token(*shapes[1])
+    return keys + SPAN * Int4Entries.bytes_per_token(*shapes[1], GROUPS[kv_dtype])
 
 
 def _count_heads(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import torch
 
 from inferplane.errors import UsageError
 from inferplane.kvcache import paged_layout
-from inferplane.kvcache.int4 import GROUP, KEY_GROUP, SPAN
+from inferplane.kvcache.int4 import FINE_GROUP, GROUP, SPAN
 from inferplane.types import KVRequest
 from tests.unit.support.small import F32
 
@@ -46,7 +46,7 @@ def expect_keys(x: torch.Tensor) -> torch.Tensor:
     """The values of keys `[T, heads, dim]` from slot 0 on."""
     scale = x[::SPAN].abs().amax(-1, keepdim=True) / 127
     first = ((x[::SPAN] / scale).round() * scale).repeat_interleave(SPAN, 0)[: len(x)]
-    return first + expect(x - first, KEY_GROUP)
+    return first + expect(x - first, FINE_GROUP)
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=str)
@@ -81,7 +81,7 @@ def test_keys_in_8_bits_beside_values_in_4():
         kv.write(torch.arange(16), *rows)
     found, plain = both.read(torch.tensor([0]), 16), keys.read(torch.tensor([0]), 16)
     assert torch.equal(found[0], plain[0])
-    assert (found[1] - expect(rows[1])).abs().max() <= 1e-5
+    assert (found[1] - expect(rows[1], FINE_GROUP)).abs().max() <= 1e-5
 
 
 def test_what_the_keys_of_a_span_share_costs_nothing():
@@ -127,7 +127,7 @@ def test_a_span_is_written_anew_after_tokens_were_taken_back():
     ("request_", "kv_dtype", "bits"),
     [
         (REQUESTS[0], "int4", (6 + (8 + 0.5) / 16 + 5) / 2),
-        (REQUESTS[0], "k8v4", (8 + 0.5 + 5) / 2),
+        (REQUESTS[0], "k8v4", (8 + 0.5 + 6) / 2),
         (REQUESTS[4], "int4", (512 * 5 + 64 * 32) / 576),
     ],
 )

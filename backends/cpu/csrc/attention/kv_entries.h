@@ -11,11 +11,11 @@
 
 namespace {
 
-// Slots whose keys are differences from the first of them, and entries that share a scale and a minimum.
-constexpr int64_t kSpanSlots = 16, kDifferenceGroup = 16, kInt4Group = 32;
+// Slots whose keys are differences from the first of them, and entries of such keys that share a scale and a minimum.
+constexpr int64_t kSpanSlots = 16, kDifferenceGroup = 16;
 
 // K, V or latents: entries of slot s begin with entry s * stride, its scales at scale + s * groups; for 4 bits, its pairs
-// of scale and minimum at ranges + 2 * s * groups.
+// of scale and minimum, one for stride / groups entries, 16 or 32, at ranges + 2 * s * groups.
 struct KvEntries {
   void *data;
   float *scale;
@@ -126,7 +126,7 @@ inline void int4_to_bf16(const uint8_t *from, const bf16 *ranges, int64_t group,
 
 // The n entries, a multiple of 32, of head first / n of a slot of 4-bit entries in bf16; of keys, their differences.
 inline void int4_entries_to_bf16(const KvEntries &k, int64_t slot, int64_t first, int64_t n, bf16 *out) {
-  const int64_t group = k.kind == IP_KV_INT4_DIFFERENCES ? kDifferenceGroup : kInt4Group;
+  const int64_t group = k.stride / k.groups;
   int4_to_bf16((const uint8_t *)k.data + (slot * k.stride + first) / 2,
                k.ranges + 2 * (slot * k.groups + first / group), group, n, out);
 }

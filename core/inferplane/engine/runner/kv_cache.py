@@ -29,7 +29,8 @@ from inferplane.types import (
 )
 
 DEFAULT_BLOCK_TOKENS = 64
-SIMILAR = {"q8_0": "int8", "fp8_e4m3": "fp8", **dict.fromkeys(("f16", "bf16", "float16", "bfloat16"), "auto")}
+SIMILAR = {"q8_0": "int8", "fp8_e4m3": "fp8", **dict.fromkeys(("q4_0", "q4_1"), "int4")}
+SIMILAR |= dict.fromkeys(("f16", "bf16", "float16", "bfloat16"), "auto")
 """`kv_cache_dtype` of llama.cpp, Ollama and vLLM -> the one here."""
 KV_SHARE = 0.3
 """Share of the free device memory that the cache may take by default."""
