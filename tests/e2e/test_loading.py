@@ -409,7 +409,7 @@ def test_what_cannot_be_opened(whole):
         LLM(whole[0], device="cpu", max_model_len=500, kv_cache_bytes=2**16)
     with pytest.raises(CapacityError, match="One KV block"):
         LLM(whole[0], device="cpu", kv_cache_bytes=0)
-    with pytest.raises(UsageError, match=r"kv_cache_dtype = 'int2'.*auto, fp8, int8"):
+    with pytest.raises(UsageError, match=r"kv_cache_dtype = 'int2'.*auto, fp8, int4, int8, k8v4"):
         LLM(whole[0], device="cpu", kv_dtype="int2")
     with pytest.raises(UsageError, match=r"kv_cache_dtype = 'q8_0'.*perhaps int8 was meant"):
         LLM(whole[0], device="cpu", kv_cache_dtype="q8_0")

@@ -38,6 +38,13 @@ def served(layout):
                 yield pytest.param(kernel, sample, layout, id=f"{layout.kv_dtype}-{kernel.name}-{sample.label}")
 
 
+def test_every_kernel_has_a_sample():
+    names = {layout.name for layout in KINDS.values()}
+    found = {case.values[0].name for layout in KINDS.values() for case in served(layout)}
+    known = [k for k in kernels() if not FEATURES.lacking(k.when.features) and OPS[k.op].samples()]
+    assert found == {k.name for k in known if names & set(k.when.kv_layouts)}
+
+
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize(("kernel", "sample", "layout"), [case for layout in KINDS.values() for case in served(layout)])
 def test_against_the_oracle(kernel, sample, layout, name):

@@ -28,7 +28,15 @@ from inferplane_cpu.structs import Matrix
 SETS = instruction_sets()
 needs_library = pytest.mark.skipif(not SETS, reason=f"not run: {native().reason}")
 FEATURES = CpuBackend().features()
-NATIVE = [k for k in kernels() if k.provider == "native" and not FEATURES.lacking(k.when.features)]
+PLAIN_CACHE = layouts()[0].name
+NATIVE = [
+    k
+    for k in kernels()
+    if k.provider == "native"
+    and not FEATURES.lacking(k.when.features)
+    and PLAIN_CACHE in (*k.when.kv_layouts, *([] if k.when.kv_layouts else [PLAIN_CACHE]))
+]
+"""Those that take a cache in the plan's dtype, or none; of others test_cache_kinds.py has samples."""
 
 
 def served(kernel):
