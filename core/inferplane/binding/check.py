@@ -116,7 +116,8 @@ def run_case(
 
     It checks the results' number, shapes, dtypes and values; that nothing is NaN or infinite, with fresh memory
     poisoned; that no input changed; and, for ops with a cache, the entries and states that can be read afterwards, and
-    that only the step's slots changed. All other slots of the caches hold stale numbers.
+    that only the step's slots changed, or slots of a span behind them (`KVLayout.span`). All other slots of the caches
+    hold stale numbers.
 
     Args:
         kernel: the kernel under test.
@@ -178,7 +179,8 @@ def run_case(
     if not op.may_change_inputs and (change := untouched.describe_change()):
         return wrong(change)
     for kv, view, stored in zip(caches_in(given), views_in(given), before, strict=True):
-        written = {s for s in to_host(view.slots).tolist() if s >= 0} if writes else set()
+        slots = to_host(view.slots)
+        written = set(layouts[kv.request].find_dependents(slots[slots >= 0]).tolist()) if writes else set()
         if stray := stray_write(stored, caches.read_all(kv), written, kv.block_tokens):
             return wrong(stray)
     if stray := states.describe_stray_write(batch_in(given)):
