@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -55,24 +56,31 @@ def wait_gone(pids: list[int]) -> None:
 
 SLOW = """
 import os, time
-from inferplane.plugin import hookimpl
+from inferplane.plugin import API_VERSION, hookimpl
+
+INFERPLANE_API = API_VERSION
 
 @hookimpl
 def inferplane_on_event(event):
     if event.name == "plan.bound":
         from inferplane.engine.runner.model_runner import Runner
-        build = Runner._build_cache
-        def late(self):
+        allocate = Runner._allocate  # after the weights were read: before that nothing is answered
+        def late(self, *args):
             while not os.path.exists(os.environ["GO_ON"]):
                 time.sleep(0.01)
-            build(self)
-        Runner._build_cache = late
+            return allocate(self, *args)
+        Runner._allocate = late
 """
 
 
+def slow_to_load(folder: Path) -> dict[str, str]:
+    """Variables of a server whose engine loads until there is a file "go" in a folder."""
+    (folder / "slow_to_load.py").write_text(SLOW)
+    return {"INFERPLANE_PLUGINS": "slow_to_load", "PYTHONPATH": str(folder), "GO_ON": str(folder / "go")}
+
+
 def test_loading_and_a_signal_meanwhile(tmp_path):
-    (tmp_path / "slow_to_load.py").write_text(SLOW)
-    plugin = {"INFERPLANE_PLUGINS": "slow_to_load", "PYTHONPATH": str(tmp_path), "GO_ON": str(tmp_path / "go")}
+    plugin = slow_to_load(tmp_path)
     with Live(wait=False, environment=plugin) as server:
         with server.client() as client:
             assert client.get("/v2/health/live").status_code == 200
@@ -86,6 +94,7 @@ def test_loading_and_a_signal_meanwhile(tmp_path):
             server.event("ready")
             assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
         assert server.stop() == 0
+        assert "slow_to_load" not in server.text, "the plugin was not run"
     with Live(wait=False, environment={**plugin, "GO_ON": str(tmp_path / "never")}) as server:
         assert server.stop() == 0
 
@@ -150,13 +159,17 @@ def test_a_second_signal_ends_it_at_once():
 
 def test_a_signal_while_it_loads_leaves_no_folder(tmp_path):
     """The engine's process removes its socket's folder when the process that made it has ended."""
-    with Live(environment={"TMPDIR": str(tmp_path)}, wait=False) as server:
-        until(lambda: any(tmp_path.glob("inferplane-*")))
+    plugin, made = tmp_path / "plugin", tmp_path / "made"
+    plugin.mkdir()
+    made.mkdir()
+    with Live(environment={"TMPDIR": str(made), **slow_to_load(plugin)}, wait=False) as server:
+        until(lambda: any(made.glob("inferplane-*")))
         server.stop()
         assert not any(event["event"] == "ready" for event in server.log)
+        assert "slow_to_load" not in server.text, "the plugin was not run"
         told = [event["event"] for event in server.log]
         assert told.index("listening") < told.index("draining") < told.index("ended")
-    until(lambda: not any(tmp_path.iterdir()))
+    until(lambda: not any(made.iterdir()))
 
 
 def until(so: Callable[[], bool]) -> None:

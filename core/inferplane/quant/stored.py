@@ -276,6 +276,8 @@ def _read_mixed(settings: Mapping[str, Any], names: Collection[str] | None) -> Q
     quants = {(scheme.format, scheme.activation_quant) for scheme in each}
     if len(each) < 2 or len({format for format, _ in quants}) < len(quants):
         return None
+    for scheme in each:
+        warn_of_expansion(scheme.packed)
     scheme_of = find_group(schemes)
 
     def format_of(name: str) -> str:

@@ -58,6 +58,9 @@ REFUSED = {
     "activation": {**config("gptq", 4, 128, True), "activation": {"mode": "w4afp8"}},
     "method": {**config("gptq", 4, 128, True), "method": "qqq"},
     "rotation_configs": {**config("gptq", 4, 128, True), "rotation_configs": [{"name": "hadamard"}]},
+    "rotation_config": {**config("gptq", 4, 128, True), "rotation_config": {"name": "hadamard"}},
+    "spinquant_config": {"quant_method": "fp8", "spinquant_config": {"r1": True}},
+    "hadamard_config": {**config("awq", 4, 128, False), "hadamard_config": {"block": 32}},
     "regex_config": {**config("gptq", 4, 128, True), "regex_config": {"q_proj": {"bits": 8}}},
     "moe_sparsity_config": {**PACKED, "moe_sparsity_config": {"layers": {"0": [1, 2]}}},
 }

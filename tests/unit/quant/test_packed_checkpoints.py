@@ -443,3 +443,22 @@ def test_an_order_that_cannot_be(change, match):
         found = read_quant_config({**config("gptq", 4, 128, True), "desc_act": True}, set(tensors))
     with pytest.raises(CheckpointError, match=match):
         found.view(DictSource(tensors)).read_into("a.weight", torch.empty(24, 256), Shard())
+
+
+def test_groups_that_differ_say_what_is_expanded():
+    """A group of 8 bits with zero points beside one of 4 bits without."""
+    four, eight = drawn(24, 256, 4, 128, symmetric=True), drawn(24, 256, 8, 128, symmetric=False, seed=1)
+    tensors = packed("compressed-tensors", "a", *four, 4, 128) | packed("compressed-tensors", "b", *eight, 8, 128)
+    settings = config("compressed-tensors", 4, 128, True)
+    other = config("compressed-tensors", 8, 128, False)["config_groups"]["group_0"]
+    settings["config_groups"] = {
+        "group_0": {**settings["config_groups"]["group_0"], "targets": ["a"]},
+        "group_1": {**other, "targets": ["b"]},
+    }
+    with pytest.warns(InferplaneWarning, match="8 bits and zero points"):
+        found = read_quant_config(settings, set(tensors))
+    assert found.format_of("a.weight") == "int4_group" and found.format_of("b.weight") == "plain"
+    assert torch.equal(read(found, tensors, "a.weight").dequantize(), value(*four, 4, 128))
+    out = torch.empty(24, 256)
+    found.view(DictSource(tensors)).read_into("b.weight", out, Shard())
+    assert torch.equal(out, value(*eight, 8, 128))
