@@ -146,7 +146,8 @@ class _RotatingModel:
         expected = bind(model.head, values)(x, make_step(self.ids))
         norms = [op for _, op in model.norm.sites() if isinstance(op, RMSNorm)]
         if len(norms) != 1:
-            raise UnsupportedModelError(f"{self.name}: {_NO_NORM.format('the head')}", remedy=_REMEDY)
+            what = f"{self.name} cannot be rotated: there is no RMS norm before its head."
+            raise UnsupportedModelError(what, remedy=_REMEDY)
         gain = values[id(norms[0].weight)] + norms[0].offset
         self.changes.update(dict.fromkeys(norms[0].weight.parts, Rotated(ones=1.0 - norms[0].offset)))
         embedding = self.tree.embed.weight.parts[0]
@@ -177,7 +178,6 @@ class _RotatingModel:
             )
 
 
-_NO_NORM = "it cannot be rotated, because no RMS norm is before {}."
 _REMEDY = "quantize without a rotation: pss,gptq or gptq"
 
 

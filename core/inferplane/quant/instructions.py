@@ -23,9 +23,9 @@ ORDERS = (None, "static", "weight", "dynamic", "group", False)
 """Activation orders of compressed-tensors; `UnpackedSource` checks that columns of a group are adjacent."""
 CORE_METHODS = ("fp8", "fbgemm_fp8", "gptq", "awq", "modelopt", "mxfp4")
 MORE_LAYERS = (
-    *("adapter", "hadamard_config", "rotation", "rotation_config", "rotation_configs", "sparsity_config"),
-    *("spinquant_config", "transform_config", "transforms"),
-)
+    "adapter", "hadamard_config", "rotation", "rotation_config", "rotation_configs", "sparsity_config",
+    "spinquant_config", "transform_config", "transforms",
+)  # fmt: skip
 """Entries of other methods that add arithmetic around the quantized layers (GPTQModel, AutoRound)."""
 EXPECTED: Mapping[str, tuple[Any, ...]] = {
     "act_bits": (16, 32),

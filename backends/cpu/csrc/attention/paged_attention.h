@@ -203,7 +203,8 @@ inline void attend_span(const AttentionArgs &args, const AttentionUnit &u, int64
   const AttentionTask &t = u.t;
   const SpanKeys visible(args, t, span);
   const int64_t begin = visible.begin, m = u.q[0].rows.m, rows = u.heads * m;
-  float *scores = workspace(kScores)->reserve<float>((rows + 2 * u.heads) * kSpan + m * kLanes), *k_scale = scores + rows * kSpan;
+  float *scores = workspace(kScores)->reserve<float>((rows + 2 * u.heads) * kSpan + m * kLanes);
+  float *k_scale = scores + rows * kSpan;
   float *v_scale = k_scale + u.heads * kSpan;
   // Those of a tile in bf16.
   // A cache in FP8 or 4 bits: keys of a block and head, and values of all keys and heads, in bf16.
