@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -22,3 +24,10 @@ def server() -> Iterator[Live]:
 def client(server: Live):
     with server.client() as client:
         yield client
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder for TMPDIR: `tmp_path` may be too long for the path of the engine's socket in it."""
+    with tempfile.TemporaryDirectory(prefix="ip-") as folder:
+        yield Path(folder)

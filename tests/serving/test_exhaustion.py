@@ -116,11 +116,11 @@ def test_a_server_that_had_no_descriptors_accepts_connections_again():
         assert server.stop() == 0
 
 
-def test_what_is_cached_needs_no_disk(tmp_path):
+def test_what_is_cached_needs_no_disk(short_folder):
     """Cached prefixes are in memory; no process that serves needs a file, so that a full disk stops none."""
     body = {"prompt": "import os\n" * 60, "max_tokens": 4}
     chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "response_format": {"type": "json_object"}}
-    with Live("--max-num-seqs", "4", environment={"TMPDIR": str(tmp_path)}) as server:
+    with Live("--max-num-seqs", "4", environment={"TMPDIR": str(short_folder)}) as server:
         pids = [server.process.pid, *children(server.process.pid)]
         for pid in pids:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, 0))
@@ -130,7 +130,7 @@ def test_what_is_cached_needs_no_disk(tmp_path):
                 assert status == 200, text
         assert server.metrics()["inferplane:prefix_cache_hits_total"] > 0
         assert engine_pid(server) in pids, "the engine goes on"
-        assert not [path for path in tmp_path.rglob("*") if path.is_file()], "there are no files, whole or in part"
+        assert not [path for path in short_folder.rglob("*") if path.is_file()], "there are no files, whole or in part"
         all_ended(server)
         assert server.stop() == 0
 

@@ -157,19 +157,16 @@ def test_a_second_signal_ends_it_at_once():
         wait_gone(pids)
 
 
-def test_a_signal_while_it_loads_leaves_no_folder(tmp_path):
+def test_a_signal_while_it_loads_leaves_no_folder(tmp_path, short_folder):
     """The engine's process removes its socket's folder when the process that made it has ended."""
-    plugin, made = tmp_path / "plugin", tmp_path / "made"
-    plugin.mkdir()
-    made.mkdir()
-    with Live(environment={"TMPDIR": str(made), **slow_to_load(plugin)}, wait=False) as server:
-        until(lambda: any(made.glob("inferplane-*")))
+    with Live(environment={"TMPDIR": str(short_folder), **slow_to_load(tmp_path)}, wait=False) as server:
+        until(lambda: any(short_folder.glob("inferplane-*")))
         server.stop()
         assert not any(event["event"] == "ready" for event in server.log)
         assert "slow_to_load" not in server.text, "the plugin was not run"
         told = [event["event"] for event in server.log]
         assert told.index("listening") < told.index("draining") < told.index("ended")
-    until(lambda: not any(made.iterdir()))
+    until(lambda: not any(short_folder.iterdir()))
 
 
 def until(so: Callable[[], bool]) -> None:
