@@ -276,7 +276,7 @@ adapters, importance matrices and the parts of multimodal models that read image
 
 The names of tensors and the order of their rows become those of the published checkpoint, so all kernels and several
 ranks work as with safetensors. Weights stay packed where a kernel of the device takes them: on `cpu` in bfloat16 all
-types but TQ1_0, TQ2_0 and, outside of experts, MXFP4. Others, and those of other devices, are expanded at load, and
+types but TQ1_0 and TQ2_0. Others, and those of other devices, are expanded at load, and
 `explain` says so. A model of packed matrices is computed in bfloat16, another in the dtype of its matrices, unless
 `dtype` says otherwise; in float32 packed weights are expanded. What files do not state is as llama.cpp takes it:
 Mistral's window of 2023 is not in them, nor are layers for multi-token prediction read.

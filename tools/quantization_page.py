@@ -19,6 +19,7 @@ MORE_ARCHS = (("npu", "950"),)
 """Architectures beside each device's first one."""
 CACHES = ("auto", "int8", "fp8")
 FORMS = {"int8": "weights in int8", "int4": "weights in int4", "fp8": "weights in FP8"}
+FORMS |= {"mxfp4": "weights in MXFP4", "nvfp4": "weights in NVFP4"}
 NATIVE, WEIGHTS_ONLY, EXPANDED, ON_TORCH, REFUSED = "n", "w", "e", "t", "-"
 
 INTRO = """# Quantizations by device
@@ -50,6 +51,7 @@ _DCU_INT4 = "lightop's AWQ product is not bound: how it packs weights is publish
 _KUNLUN_INT8 = "kunlun_ops.matmul multiplies int8 by int8 alone: that is `a8w8`"
 _KUNLUN_INT4 = "kunlun_ops.awq_gemm computes in float16 alone: with `dtype` float16 it is bound"
 _KUNLUN_CACHE = "the call forms of kunlun_ops' cache writes and attention have no scales"
+_NO_FP4 = "no product of 16 bits with weights in FP4 is bound"
 REASONS: Mapping[tuple[str, str, str], str] = {
     ("npu", "linear", "fp8"): "npu_quant_matmul takes FP8 on the 950 alone",
     ("npu", "moe_experts", "fp8"): "npu_grouped_matmul takes FP8 on the 950 alone",
@@ -90,6 +92,16 @@ REASONS: Mapping[tuple[str, str, str], str] = {
     ("xpu:kunlun", "attention", "int8"): _KUNLUN_CACHE,
     ("xpu:kunlun", "mla", "int8"): _KUNLUN_CACHE,
     ("xpu:kunlun", "cache", "fp8"): _NO_FP8,
+    ("xpu:intel", "linear", "mxfp4"): "fp4_gemm multiplies MXFP4 by MXFP4 alone",
+    ("xpu:intel", "linear", "nvfp4"): _NO_FP4,
+    ("xpu:intel", "moe_experts", "mxfp4"): "cutlass_grouped_gemm_interface's MXFP4 form is not bound",
+    ("xpu:intel", "moe_experts", "nvfp4"): _NO_FP4,
+    **{
+        (device, op, form): _NO_FP4
+        for device in ("dcu", "gcu", "npu", "xpu:kunlun")
+        for op in ("linear", "moe_experts")
+        for form in ("mxfp4", "nvfp4")
+    },
 }
 """Device, op (or "cache" where the device has no such KV dtype) and form -> why no kernel of the op reads the form."""
 

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,15 +21,19 @@ from inferplane.engine import ModelFiles
 from inferplane.errors import CapacityError, UnsupportedModelError, UsageError
 from inferplane.models import SafetensorsFolder
 from inferplane.models.writing import quantize as module
+from inferplane.models.writing.compressed_form import split
 from inferplane.models.writing.quantize import ModelToQuantize, quantize_checkpoint
 from inferplane.models.writing.safetensors_writer import PlannedTensor, SafetensorsWriter
+from inferplane.ops import encode
 from inferplane.quant import read_quant_config
+from inferplane.quant.mxfp4 import expand_pairs
+from inferplane.quant.online import quantize
 from inferplane.types import Shard
 from tests.e2e.test_requantize import run
 from tests.e2e.tiny_models import llama_config, random_model
 from tests.unit.gguf.files import llama, write
 
-SCHEMES = ("weight_only_int8", "weight_only_int4", "a8w8", "a8w8_fp8_wint4")
+SCHEMES = ("weight_only_int8", "weight_only_int4", "weight_only_mxfp4", "weight_only_nvfp4", "a8w8", "a8w8_fp8_wint4")
 
 
 def origin_of(model):
@@ -70,8 +75,9 @@ def test_compressed_tensors_reads_equal_values(scheme, tmp_path):
     reader = converters.CompressedTensorsDequantizer(str(tmp_path / "copy"), dtype=torch.float32)
     found, ours = reader.validate(dict(tensors)), weights_of(tmp_path / "copy")
     assert len(ours) > 200
-    for name, (_, q) in ours.items():  # it multiplies in the dtype of the scales
-        assert torch.equal(found[name], q.dequantize(tensors[f"{name}_scale"].dtype).float()), name
+    for name, (format, q) in ours.items():  # integers are multiplied in the dtype of the scales
+        dtype = torch.float32 if format in ("mxfp4", "nvfp4") else tensors[f"{name}_scale"].dtype
+        assert torch.equal(found[name], q.dequantize(dtype).float()), name
 
 
 def test_blocks_of_fp8_have_deepseeks_form(tmp_path):
@@ -82,6 +88,41 @@ def test_blocks_of_fp8_have_deepseeks_form(tmp_path):
     assert settings["quant_method"] == "fp8" and settings["weight_block_size"] == [128, 128]
     assert {f for f, _ in weights_of(tmp_path / "copy").values()} == {"fp8_block"}
     assert run(tmp_path / "copy", None)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("scheme", ["weight_only_mxfp4", "weight_only_nvfp4"])
+def test_a_head_in_int8_beside_weights_of_four_bits(scheme, tmp_path):
+    """A checkpoint whose groups have different formats, one of them FP4."""
+    random_model(llama_config(hidden_size=128, intermediate_size=256, tie_word_embeddings=False)).save_pretrained(
+        tmp_path / "plain"
+    )
+    quantize_checkpoint(origin_of(tmp_path / "plain"), scheme, tmp_path / "copy", "test")
+    found = {name: format for name, (format, _) in weights_of(tmp_path / "copy").items()}
+    assert found.pop("lm_head.weight") == "int8_group" and set(found.values()) == {scheme.removeprefix("weight_only_")}
+    assert (run(tmp_path / "copy", None)[0] - run(tmp_path / "plain", scheme)[0]).abs().max() <= 1e-5
+
+
+def test_scales_with_a_factor_of_their_own(tmp_path):
+    """NVFP4 whose scales share another number than a power of two is written with the nearest scales and entries."""
+    w = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+    q = encode(w, "nvfp4")
+    other = replace(q, scale=q.scale * 0.7)
+    for stored, least in ((q, 0.0), (other, 0.01)):
+        parts = dict(split("a.weight", stored, "nvfp4", deepseek=False))
+        scale = parts["a.weight_scale"].float() / parts["a.weight_global_scale"] / 2
+        again = replace(q, data=expand_pairs(parts["a.weight_packed"]), scale=scale).dequantize()
+        error = (again - stored.dequantize()).norm() / stored.dequantize().norm()
+        assert error == 0 if not least else least < error < 0.12
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+def test_what_is_no_number_stays_so(format):
+    w = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+    w[1, 3], w[2] = torch.nan, 0
+    parts = dict(split("a.weight", quantize(w, format), format, deepseek=False))
+    scale = parts["a.weight_scale"]
+    lost = scale == 255 if format == "mxfp4" else scale.float().isnan()
+    assert lost.nonzero().tolist() == [[1, 0]] and (expand_pairs(parts["a.weight_packed"])[2] == 0).all()
 
 
 def test_columns_that_are_no_whole_groups(tmp_path):
@@ -149,6 +190,7 @@ def test_a_killed_process_leaves_no_folder_of_that_name(tmp_path):
     script = """
 import os, signal, sys
 from tests.e2e.test_quantize import origin_of, quantize_checkpoint
+from dataclasses import replace
 from pathlib import Path
 
 def progress(done, total):

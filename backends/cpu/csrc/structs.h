@@ -15,8 +15,8 @@ enum ip_kind {
   // As IP_BF16, for products whose summation order may depend on the number of rows, where that reads memory faster:
   // then a row's result depends on how many rows come with it.
   IP_BF16_REORDERABLE = 5,
-  // data: as IP_INT4, but nibbles are MXFP4's entries (e2m1; the highest bit is the sign). Each stands for twice its
-  // value, an integer from -12 to 12.
+  // data: as IP_INT4, but nibbles are entries of MXFP4 or NVFP4 (e2m1; the highest bit is the sign). Each stands for
+  // twice its value, an integer from -12 to 12.
   IP_MXFP4 = 6,
   // data: panels of 16 rows of entries of 6 bits (value + 32), groups of 16 columns, see products/weight_panels.h
   IP_INT6 = 7,
@@ -29,17 +29,17 @@ enum ip_activation { IP_SILU = 0, IP_GELU = 1, IP_GELU_TANH = 2, IP_RELU2 = 3 };
 // A weight [n, k].
 typedef struct {
   int32_t kind;
-  // IP_INT8, IP_INT4, IP_MXFP4: columns that share a scale, a multiple of 32 up to 128, or 16 with IP_INT8; 0: one scale
-  // per row. IP_INT6: 16. IP_FP8: rows that share one.
+  // IP_INT8, IP_INT4, IP_MXFP4: columns that share a scale, a multiple of 32 up to 128, or 16 but with IP_INT4; 0: one
+  // scale per row. IP_INT6: 16. IP_FP8: rows that share one.
   int32_t group;
   int64_t n, k, ld;
   const void *data;
   const float *scale;  // IP_INT8, IP_INT6, IP_INT4, IP_MXFP4: [ceil(n / 16), groups, 16]; IP_FP8: by blocks
-  const ip_bf16 *scale_f16;  // IP_INT8, IP_INT6, IP_INT4: the same as float16, used if `scale` is null
+  const ip_bf16 *scale_f16;  // kinds in panels: the same as float16, used if `scale` is null
   const ip_bf16 *bias;  // [n] or null
   // IP_MXFP4: scales that are powers of two as the exponent bits of float32, used if `scale` is null.
   const uint8_t *scale_exponent;
-  // IP_INT8, IP_INT6, IP_INT4: scales as integers [ceil(n / 16), groups, 16] times a unit per 256 columns [ceil(n / 16),
+  // Kinds in panels: scales as integers [ceil(n / 16), groups, 16] times a unit per 256 columns [ceil(n / 16),
   // ceil(k / 256), 16], used if all others are null.
   const int8_t *scale_code;
   const float *scale_unit;

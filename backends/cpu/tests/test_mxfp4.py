@@ -1,5 +1,7 @@
 """MXFP4 in panels: products with the values that are stored, their bytes, scales of any kind, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,8 +9,8 @@ from inferplane.ops import encode
 from inferplane.plugin import KernelError
 from inferplane.types import QTensor
 from inferplane_cpu.kernels.linear import multiply, multiply_on_tiles
-from inferplane_cpu.kernels.packing import expand_rows, pack_mxfp4
-from inferplane_cpu.native import instruction_sets, native, use_instruction_set
+from inferplane_cpu.kernels.packing import Panels, expand_rows, pack_mxfp4
+from inferplane_cpu.native import MXFP4, instruction_sets, native, use_instruction_set
 
 SETS = instruction_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason=f"not run: {native().reason}")
@@ -59,3 +61,27 @@ def test_other_entries_are_refused():
     data[31, 63] = 5
     with pytest.raises(KernelError, match="other entries"):
         pack_mxfp4(QTensor(data, q.scale, block=q.block, bits=q.bits))
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("name", SETS)
+def test_entries_of_four_bits_are_found(name, format):
+    """What holds twice the values of e2m1 alone takes four bits an entry, whatever its scales."""
+    n, k = 40, 320
+    draw = torch.Generator().manual_seed(4)
+    q = encode(torch.randn(n, k, generator=draw), format)
+    odd = replace(q, scale=q.scale * (1 + torch.rand(q.scale.shape, generator=draw)))  # no fewer bytes hold them
+    assert Panels(q).nbytes == 48 * (k // 2 + k // q.block[1] * (1 if format == "mxfp4" else 2))
+    x = torch.randn(3, k, generator=torch.Generator().manual_seed(5)).bfloat16()
+    for stored, scale_bytes in ((q, None), (odd, 4)):
+        panels, want = Panels(stored), x.float() @ stored.dequantize().T
+        assert panels.kind == MXFP4 and (scale_bytes is None or panels.scales["scale"].dtype is torch.float32)
+        with use_instruction_set(name):
+            got, many = multiply(panels.matrices[0], x, True), torch.empty(3, n)
+            assert (got - want).abs().max() <= 1e-4 * want.abs().max()
+            assert torch.equal(expand_rows(panels.matrices[0], 0, n), stored.dequantize(torch.bfloat16))
+            if multiply_on_tiles(panels.matrices[0], x, many):
+                assert (many - want).abs().max() <= 5e-3 * want.abs().max()
+    other = replace(q, data=q.data.clone())
+    other.data[39, 319] = 5
+    assert Panels(other).kind != MXFP4

@@ -133,7 +133,7 @@ def _encode_mxfp4(weight: torch.Tensor) -> QTensor:
     """
     w = weight.float().contiguous()
     amax = _group_maxima(w, "mxfp4")
-    return _round_to_e2m1(w, (_powers(amax, 2) / 2).masked_fill(amax == 0, 1.0), "mxfp4")
+    return _round_to_e2m1(w, find_mxfp4_scales(amax), "mxfp4")
 
 
 def _encode_mxfp8(weight: torch.Tensor) -> QTensor:
@@ -146,18 +146,44 @@ def _encode_mxfp8(weight: torch.Tensor) -> QTensor:
     return QTensor(round_entries(scaled, dtype, FP8_MAX), scale, block=block, bits=bits)
 
 
-def _encode_nvfp4(weight: torch.Tensor) -> QTensor:
-    """Quantize to e2m1 with a scale of e4m3 per 16 columns and one factor of a matrix, which makes the largest 448.
+def find_nvfp4_factor(amax: torch.Tensor) -> torch.Tensor:
+    """The factor of all scales of a matrix in NVFP4, by the largest magnitudes in it, of any shape.
 
-    Source: ModelOpt's NVFP4, whose factor is the largest magnitude / (6 * 448).
+    It is a power of two, the smallest with which no scale exceeds 448, so that a scale of e4m3 times it is exact in
+    float32, and in float16 in its range.
+
+    Source: ModelOpt's NVFP4, whose factor is the largest magnitude / (6 * 448), no power of two.
     """
+    least = amax / (MXFP4_VALUES[-1] / 2 * FP8_MAX)
+    log = torch.ceil(torch.log2(torch.where(least == 0, torch.ones_like(least), least)))
+    return torch.ldexp(torch.ones_like(log), log.clamp(-110, 120))
+
+
+def _encode_nvfp4(weight: torch.Tensor) -> QTensor:
+    """Quantize to e2m1 with a scale of e4m3 per 16 columns and one factor of a matrix (`find_nvfp4_factor`)."""
     w = weight.float().contiguous()
     amax = _group_maxima(w, "nvfp4")
     finite = w.abs().nan_to_num(0.0, posinf=0.0)
-    factor = scales(finite.amax((-2, -1), keepdim=True), MXFP4_VALUES[-1] / 2 * FP8_MAX)
+    return encode_nvfp4_with(w, find_nvfp4_factor(finite.amax((-2, -1), keepdim=True)), amax)
+
+
+def encode_nvfp4_with(w: torch.Tensor, factor: torch.Tensor, amax: torch.Tensor | None = None) -> QTensor:
+    """Quantize to e2m1 with a scale of e4m3 per 16 columns.
+
+    Args:
+        w: float32 `[..., N, K]`.
+        factor: of all scales; fits `[..., N, groups]`.
+        amax: largest magnitudes of groups, `[..., N, groups]`; None: they are found.
+    """
+    amax = _group_maxima(w, "nvfp4") if amax is None else amax
+    return _round_to_e2m1(w, find_nvfp4_scales(amax, factor), "nvfp4")
+
+
+def find_nvfp4_scales(amax: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Scales of canonical entries in NVFP4, which are numbers of e4m3 times half of `factor`, for the largest
+    magnitudes of groups; NaN for a group with NaN or an infinity."""
     scale = (amax / (MXFP4_VALUES[-1] / 2) / factor).clamp(2.0**-9, FP8_MAX).to(FP8).float() * factor / 2
-    scale = scale.masked_fill(amax == 0, 1.0).masked_fill(~amax.isfinite(), torch.nan)
-    return _round_to_e2m1(w, scale, "nvfp4")
+    return scale.masked_fill(~amax.isfinite(), torch.nan)
 
 
 def _encode_from_minimum(weight: torch.Tensor, format: str) -> QTensor:
@@ -197,6 +223,11 @@ def _group_maxima(w: torch.Tensor, format: str) -> torch.Tensor:
     return tiles.abs().amax(-1)
 
 
+def find_mxfp4_scales(amax: torch.Tensor) -> torch.Tensor:
+    """Scales of canonical entries in MXFP4 for the largest magnitudes of groups, as `encode` has them."""
+    return (_powers(amax, 2) / 2).masked_fill(amax == 0, 1.0)
+
+
 def _powers(amax: torch.Tensor, exponent: int) -> torch.Tensor:
     """The powers of two of which `amax` is 2^exponent to 2^(exponent + 1) times one; NaN for NaN and infinity."""
     log = torch.floor(torch.log2(torch.where(amax == 0, torch.ones_like(amax), amax))).clamp(-125, 127) - exponent
@@ -207,11 +238,15 @@ def _powers(amax: torch.Tensor, exponent: int) -> torch.Tensor:
 def _round_to_e2m1(w: torch.Tensor, scale: torch.Tensor, format: str) -> QTensor:
     """Entries rounded to the nearest value of `MXFP4_VALUES` times `scale`."""
     dtype, bits, block = FORMATS[format]
-    grid = torch.tensor(MXFP4_VALUES, dtype=torch.float32, device=w.device)
-    middles = (grid[1:] + grid[:-1]) / 2
-    scaled = w / QTensor(torch.empty_like(w), scale, block=block).expand_scale()
-    data = grid[torch.bucketize(scaled.abs().nan_to_num(0.0), middles)] * scaled.sign()
+    data = round_to_e2m1(w / QTensor(torch.empty_like(w), scale, block=block).expand_scale())
     return QTensor(data.to(dtype), scale, block=block, bits=bits)
+
+
+def round_to_e2m1(scaled: torch.Tensor) -> torch.Tensor:
+    """The nearest of `MXFP4_VALUES` and their negatives to float32 numbers of any shape; 0 for NaN."""
+    grid = torch.tensor(MXFP4_VALUES, dtype=torch.float32, device=scaled.device)
+    middles = (grid[1:] + grid[:-1]) / 2
+    return grid[torch.bucketize(scaled.abs().nan_to_num(0.0), middles)] * scaled.sign().nan_to_num(0.0)
 
 
 def dequantize_rows(data: torch.Tensor, scale: torch.Tensor, group: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from inferplane.binding import Plan, PlanSettings, TensorSource
 from inferplane.errors import CheckpointError, UsageError
 from inferplane.ops import Embedding, MLAAbsorbed, MLAExpanded
-from inferplane.ops.formats import FORMATS, encode, limit
+from inferplane.ops.formats import FORMATS, encode, encode_nvfp4_with, find_nvfp4_factor, limit
 from inferplane.quant.stored import FP8_BLOCKS, FP8_ROWS, QuantFormats, find_stored_format
 from inferplane.types import PLAIN, ActivationQuant, Kernel, KVRequest, QTensor, Shard
 from inferplane.types.qtensor import scales
@@ -60,16 +60,19 @@ _A8W8_FP8 = OnlineScheme(FP8, FP8, (), _TO_FP8, stored=FP8)
 SCHEMES = {
     "weight_only_int8": OnlineScheme(INT8, INT8, INT8),
     "weight_only_int4": OnlineScheme(INT4, INT4, INT8),
+    "weight_only_mxfp4": OnlineScheme(("mxfp4",), ("mxfp4",), INT8, stored=("mxfp4",)),
+    "weight_only_nvfp4": OnlineScheme(("nvfp4",), ("nvfp4",), INT8, stored=("nvfp4",)),
     "a8w8": _A8W8,
     "a8w8c8": _A8W8,
     "a8w8_fp8": _A8W8_FP8,
     "a8w8c8_fp8": _A8W8_FP8,
     "a8w8_fp8_wint4": OnlineScheme(FP8, INT4_BESIDE_FP8, (), {**_TO_FP8, **dict.fromkeys(INT4_BESIDE_FP8, FP8_BLOCKS)}),
 }
-"""Schemes by name (`engine.request.arguments` has the same names, and what c8 in one means). "a8w8": int8 with a
-scale per row and activations in int8 if a kernel quantizes them, except for the head. "a8w8_fp8": FP8 in blocks of
-128 x 128, or in rows where a device reads only these; the head as it is, as in DeepSeek's checkpoints. The last one is
-for models with experts: FP8, and experts in int4, activations in FP8 if a kernel quantizes them."""
+"""Schemes by name (`engine.request.arguments` has the same names, and what c8 in one means). "weight_only_mxfp4" and
+"weight_only_nvfp4": numbers of e2m1 with a scale per 32 or 16 columns. "a8w8": int8 with a scale per row and
+activations in int8 if a kernel quantizes them, except for the head. "a8w8_fp8": FP8 in blocks of 128 x 128, or in rows
+where a device reads only these; the head as it is, as in DeepSeek's checkpoints. The last one is for models with
+experts: FP8, and experts in int4, activations in FP8 if a kernel quantizes them."""
 
 HEADS = {"int8": INT8, "int4": INT4, "none": ()}
 """Weight formats of the output head by the option `head_format`; "auto": those of the scheme."""
@@ -232,7 +235,7 @@ def explain_no_savings(plan: Plan, scheme: str | None, instead: Sequence[str] = 
 
 
 def quantize(weight: torch.Tensor, format: str) -> QTensor:
-    """Quantize a plain weight to symmetric groups of columns or to FP8 blocks, by rounding to nearest.
+    """Quantize a plain weight to symmetric groups of columns, to FP8 blocks or to e2m1, by rounding to nearest.
 
     In 4 bits the entry of the largest magnitude of a group becomes -8, so that a step is an eighth of it and not a
     seventh; the scale has the other sign. Scales of integers are rounded to float16 first if they fit, so that a kernel
@@ -249,7 +252,10 @@ def quantize(weight: torch.Tensor, format: str) -> QTensor:
     """
     dtype, bits, (rows, columns) = FORMATS[format]
     n, k = weight.shape
-    if dtype.is_floating_point:
+    if format == "nvfp4":
+        factor = find_nvfp4_factor(max_magnitude(weight))
+        return QTensor.cat([encode_nvfp4_with(part.float().contiguous(), factor) for part in weight.split(ROWS)])
+    if dtype.is_floating_point or format == "mxfp4":
         assert ROWS % rows == 0, format
         return QTensor.cat([encode(part, format) for part in weight.split(ROWS)])
     columns = columns or k
@@ -270,6 +276,12 @@ def quantize(weight: torch.Tensor, format: str) -> QTensor:
         data[first : first + step] = rounded.flatten(1)[:, :k]
         scale[first : first + step] = s
     return QTensor(data, scale, block=(1, columns), bits=bits)
+
+
+def max_magnitude(weight: torch.Tensor) -> torch.Tensor:
+    """The largest finite magnitude of a matrix, float32 of shape `[]`."""
+    parts = [part.float().abs().nan_to_num(0.0, posinf=0.0).amax() for part in weight.split(ROWS) if part.numel()]
+    return torch.stack(parts).amax() if parts else torch.zeros(())
 
 
 def find_signed_scales(tiles: torch.Tensor) -> torch.Tensor:

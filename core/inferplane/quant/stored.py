@@ -15,7 +15,7 @@ from inferplane.quant import gguf_blocks
 from inferplane.quant.formats import READERS, SUFFIXES
 from inferplane.quant.instructions import check_instructions, is_excluded
 from inferplane.quant.integers import QuantScheme, find_integers, read_awq, read_gptq, warn_of_expansion
-from inferplane.quant.microscaling import MICROSCALED, MODELOPT, find_compressed
+from inferplane.quant.microscaling import MICROSCALED, MODELOPT, PACKED, find_compressed
 from inferplane.quant.mixed_groups import find_group, list_targets
 from inferplane.quant.mxfp4 import MXFP4
 from inferplane.quant.plugged import ShownWeights
@@ -147,11 +147,7 @@ def read_quant_config(
             f"it{of_plugins}",
             remedy="load an unquantized checkpoint, or add a plugin that registers the format",
         )
-    if found.skipped_quant:
-        warn(
-            f"The checkpoint says that activations are quantized ({found.skipped_quant}) before they are multiplied by "
-            f"its {found.format} weights. That is not applied: they are multiplied as they are."
-        )
+    _warn_of_skipped(found)
     format, quant, packed = found.format, found.activation_quant, found.packed
     warn_of_expansion(packed)
     if format in MICROSCALED and names is not None:
@@ -165,6 +161,14 @@ def read_quant_config(
 
     quants = {} if quant is None else {format: quant}
     return QuantFormats(by_config if names is None else by_scales, quants, unread=UNREAD, packed=packed)
+
+
+def _warn_of_skipped(found: QuantScheme) -> None:
+    if found.skipped_quant:
+        warn(
+            f"The checkpoint says that activations are quantized ({found.skipped_quant}) before they are multiplied by "
+            f"its {found.format} weights. That is not applied: they are multiplied as they are."
+        )
 
 
 def find_stored_format(settings: Mapping[str, Any]) -> str:
@@ -259,7 +263,7 @@ def _read_compressed(settings: Mapping[str, Any]) -> QuantScheme | None:
 
 def _read_mixed(settings: Mapping[str, Any], names: Collection[str] | None) -> QuantFormats | None:
     """The formats of compressed-tensors whose groups differ; None if they are alike, or cannot be read together: with a
-    format that several groups use with other activations, or with blocks of floating-point numbers of 4 bits."""
+    format that several groups use with other activations."""
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping) or len(groups) < 2:
         return None
@@ -269,7 +273,7 @@ def _read_mixed(settings: Mapping[str, Any], names: Collection[str] | None) -> Q
             {**settings, "format": group.get("format") or settings.get("format")} if isinstance(group, Mapping) else {}
         )
         targets, found = list_targets(group) if stated else None, _group(group, stated)
-        if targets is None or found is None or found.format in MICROSCALED:
+        if targets is None or found is None:
             return None
         schemes.append((targets, found))
     each = {scheme for _, scheme in schemes}
@@ -277,6 +281,7 @@ def _read_mixed(settings: Mapping[str, Any], names: Collection[str] | None) -> Q
     if len(each) < 2 or len({format for format, _ in quants}) < len(quants):
         return None
     for scheme in each:
+        _warn_of_skipped(scheme)
         warn_of_expansion(scheme.packed)
     scheme_of = find_group(schemes)
 
@@ -284,10 +289,24 @@ def _read_mixed(settings: Mapping[str, Any], names: Collection[str] | None) -> Q
         scheme = scheme_of(name)
         if scheme is None or is_excluded(settings, name):
             return PLAIN
-        there = _is_projection(name) if names is None else _has_scales(name, names, scheme.packed)
+        if names is None:
+            there = _is_projection(name)
+        else:
+            is_packed = scheme.format in MICROSCALED and name.removesuffix(WEIGHT) + PACKED in names
+            there = is_packed or _has_scales(name, names, scheme.packed)
         return scheme.format if there else PLAIN
 
+    microscaled = {format: MICROSCALED[format] for format, _ in quants if format in MICROSCALED}
+    blocks = {
+        name: plugged.shape
+        for format, plugged in microscaled.items()
+        for name in plugged.weights(names or ())
+        if plugged.shape is not None and format_of(name) == format
+    }
+
     def view(source: TensorSource) -> TensorSource:
+        if blocks:
+            source = ShownWeights(source, blocks, lambda source, name: blocks[name](source, name))
         for packed in {scheme.packed for scheme in each if scheme.packed is not None}:
             source = UnpackedSource(source, packed, partial(_is_packed_so, packed=packed))
         return source
@@ -297,7 +316,8 @@ def _read_mixed(settings: Mapping[str, Any], names: Collection[str] | None) -> Q
         return scheme is not None and scheme.packed == packed
 
     activations = {format: quant for format, quant in quants if quant is not None}
-    return QuantFormats(format_of, activations, unread=UNREAD, shown=view)
+    readers = {**READERS, **{format: plugged.read for format, plugged in microscaled.items()}}
+    return QuantFormats(format_of, activations, readers, UNREAD, shown=view)
 
 
 def _group(group: Any, settings: Mapping[str, Any]) -> QuantScheme | None:

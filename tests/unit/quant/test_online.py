@@ -32,6 +32,7 @@ from tests.e2e.tiny_models import deepseek_config, llama_config, random_model
 from tests.unit.support.small import kernel
 
 WEIGHT_ONLY = {"weight_only_int8": "int8_group", "weight_only_int4": "int4_group32"}
+FOLDABLE = WEIGHT_ONLY | {f"weight_only_{format}": format for format in ("mxfp4", "nvfp4")}
 
 
 @pytest.mark.parametrize("format", WEIGHT_ONLY.values())
@@ -94,9 +95,9 @@ def test_what_attention_folds_is_quantized_where_its_kernels_read_it_so(scheme):
         == quantize_on_load(scheme, {}, every - set(SCHEMES[scheme].dense)).format_of(name)
         == "plain"
     )
-    assert quantize_on_load(scheme, {}, every).format_of(name) == WEIGHT_ONLY.get(scheme, "plain")
+    assert quantize_on_load(scheme, {}, every).format_of(name) == FOLDABLE.get(scheme, "plain")
     *_, last = SCHEMES[scheme].dense
-    assert quantize_on_load(scheme, {}, {last}).format_of(name) == (last if scheme in WEIGHT_ONLY else "plain")
+    assert quantize_on_load(scheme, {}, {last}).format_of(name) == (last if scheme in FOLDABLE else "plain")
 
 
 def test_formats_that_both_forms_of_latent_attention_read():

@@ -90,6 +90,8 @@ inline void multiply_rows(const ip_matrix &w, int64_t first, int64_t last, const
         multiply_panel<IP_INT8>(w, j / kLanes, x.q, out + j - first, ldo);
       else if (w.kind == IP_INT6)
         multiply_panel<IP_INT6, true>(w, j / kLanes, x.q, out + j - first, ldo);
+      else if (w.kind == IP_MXFP4 && w.group == 16)
+        multiply_panel<IP_MXFP4, true>(w, j / kLanes, x.q, out + j - first, ldo);
       else if (w.kind == IP_MXFP4)
         multiply_panel<IP_MXFP4>(w, j / kLanes, x.q, out + j - first, ldo);
       else

@@ -158,7 +158,7 @@ inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Ac
   const uint8_t *p = (const uint8_t *)w.data + panel * panel_bytes(w);
   const int32_t *q = x.quads + i0 * 16;
   const int64_t blocks = HALF ? 1 : x.group / kColumnStep;
-  constexpr int lines = KIND == IP_INT6 ? kSixBitLines : HALF ? 4 : KIND == IP_INT8 ? 8 : 4;
+  constexpr int lines = KIND == IP_INT6 ? kSixBitLines : (KIND == IP_INT8 ? 8 : 4) / (HALF ? 2 : 1);
   // `t` sums entries that are so many bits too high.
   constexpr bool two_sums = MT <= kTwoSumRows;
   constexpr int shifted = !two_sums ? 0 : KIND == IP_INT4 ? 4 : KIND == IP_INT6 ? 2 : 0;
@@ -225,7 +225,7 @@ inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Ac
   const uint8_t *p = (const uint8_t *)w.data + panel * panel_bytes(w);
   const int32_t *q = x.quads + i0 * 16;
   const int64_t blocks = HALF ? 1 : x.group / kColumnStep;
-  constexpr int lines = KIND == IP_INT6 ? kSixBitLines : HALF ? 4 : KIND == IP_INT8 ? 8 : 4;
+  constexpr int lines = KIND == IP_INT6 ? kSixBitLines : (KIND == IP_INT8 ? 8 : 4) / (HALF ? 2 : 1);
   constexpr bool separate_high = KIND == IP_INT4 && MT == 1;
   const __m256i mask = _mm256_set1_epi16(KIND == IP_INT4 ? 15 : 255), upper = _mm256_set1_epi16(240);
   const __m256i entries_of = _mm256_broadcastsi128_si256(mxfp4_entries()), nibble = _mm256_set1_epi8(15);

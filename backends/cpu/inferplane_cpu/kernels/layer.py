@@ -142,7 +142,12 @@ def _has_packed_weights(op: Any) -> bool:
 
 
 def _has_mxfp4_experts(op: Any) -> bool:
-    return op.mlp.has_experts and all(w.format == "mxfp4" for w in _expert_weights(op))
+    others = (x.weight.format for x in _linear_ops(op))
+    return (
+        op.mlp.has_experts
+        and all(w.format == "mxfp4" for w in _expert_weights(op))
+        and all(format == PLAIN for format in others)
+    )
 
 
 def _has_int8_row_weights(op: Any) -> bool:

@@ -76,7 +76,7 @@ def _in_formats(names: tuple[str, ...], formats: str) -> When:
     return replace(CLAMPED, formats=(PLAIN, *names), needs=(*NEEDS, (f"{formats} in both weights", holds)))
 
 
-CLAMPED_PACKED = _in_formats(PANEL_FORMATS, "8 or 4 bits")
+CLAMPED_PACKED = _in_formats(tuple(format for format in PANEL_FORMATS if format != "mxfp4"), "8 or 4 bits")
 CLAMPED_MXFP4 = _in_formats(("mxfp4",), "MXFP4")
 
 

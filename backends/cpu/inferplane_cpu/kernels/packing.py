@@ -1,4 +1,4 @@
-"""Weights as the native kernels read them: bf16 and FP8 where they lie, integers and MXFP4 in panels of 16 rows."""
+"""Weights as the native kernels read them: bf16 and FP8 where they lie, others in panels of 16 rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PANEL_ROWS = 16
 MAX_GROUP_COLUMNS = 128
 LATENT_FORMATS = ("int8_row", "int8_group", "int8_group32", "int4_row", "int4_group", "int4_group32", "int4_group64")
 """Formats of panels that latent attention folds queries with: without minimums, groups of at least 32 columns."""
-PANEL_FORMATS = (*LATENT_FORMATS, "int8_group16", "int4_min32", "int8_min16")
+PANEL_FORMATS = (*LATENT_FORMATS, "int8_group16", "int4_min32", "int8_min16", "mxfp4", "nvfp4")
 """Formats that are packed in panels, once, at load."""
 INT8_ROW_FORMATS = ("int8_row",)
 """Formats whose panels activations of 8 bits may meet (`with_int8_activations`)."""
@@ -30,6 +30,11 @@ COLUMNS_WITH_UNITS = (16, 32)
 """Columns of a group whose scales may be integers times a unit."""
 SIX_BIT_COLUMNS = 16
 """Columns of a group whose entries of 8 bits are stored in 6 if they fit."""
+E2M1_COLUMNS = (16, 32)
+"""Columns of a group whose entries of 8 bits are stored in 4 if all are twice a value of e2m1."""
+E2M1_ENTRIES = (0, 1, 2, 3, 4, 6, 8, 12)
+"""Twice the magnitudes of e2m1."""
+_IS_E2M1 = torch.tensor([number in E2M1_ENTRIES for number in range(E2M1_ENTRIES[-1] + 1)])
 PANELS_AT_ONCE = 1024
 """Panels whose scales are made integers at a time."""
 EXPANDED_ROWS = 1024
@@ -37,15 +42,16 @@ EXPANDED_ROWS = 1024
 
 
 class Panels:
-    """A weight `[n, k]`, or a stack `[experts, n, k]`, of 8 bits, 4 bits or MXFP4 in panels
+    """A weight `[n, k]`, or a stack `[experts, n, k]`, of 8 bits, 4 bits, MXFP4 or NVFP4 in panels
     (csrc/products/weight_panels.h). Entries of 8 bits in groups of 16 columns take 6 if all are from -32 to 31, as
-    those of GGUF's Q6_K, Q5_K, Q5_1, Q3_K and Q2_K are. Scales of MXFP4 that are powers of two take a byte, and so do
-    scales of groups of 16 and 32 columns that are small multiples of one number in each 256 columns. Others take 2
-    bytes where float16 holds them, else 4; minimums are stored as scales are. No value changes.
+    those of GGUF's Q6_K, Q5_K, Q5_1 and Q2_K are, and 4 if all are entries of MXFP4 or NVFP4, in groups of 32 too;
+    Q3_K's are. Scales of such entries that are powers of two take a byte, and so do scales in groups of 16 and 32
+    columns that are small multiples of one number in each 256 columns. Others take 2 bytes where float16 holds them,
+    else 4; minimums are stored as scales are. No value changes.
 
     Args:
         q: the canonical weight; with scales a row or a group of columns, without zero points.
-        kind: `MXFP4`, of which `q` has the canonical integers; None: int8 or int4, as `q` says.
+        kind: `MXFP4`, of which `q` must have the canonical integers; None: what `q` holds.
 
     Raises:
         KernelError: zero points, or other blocks or entries than the kernels know.
@@ -54,19 +60,20 @@ class Panels:
     def __init__(self, q: QTensor, kind: int | None = None) -> None:
         n, k = q.shape[-2:]
         columns = q.block[1]
-        kind = kind or (INT4 if q.bits == 4 else INT8)
+        experts = q.data.reshape(-1, n, k)
+        kind = kind or _find_kind(q, experts)
         whole = columns >= k and q.minimum is None
         if q.minimum is not None and columns >= k and columns < 32:
             columns = 32  # a slice within one group
-        fits = whole or (columns % 32 == 0 and columns <= MAX_GROUP_COLUMNS) or (columns == 16 and kind == INT8)
+        fits = whole or (columns % 32 == 0 and columns <= MAX_GROUP_COLUMNS) or (columns == 16 and kind != INT4)
         if q.zero is not None or q.block[0] != 1 or not fits:
             raise KernelError(
                 f"Panels of a weight with blocks of {q.block}{' and zero points' if q.zero is not None else ''}.",
                 there_is="one scale a row, or one a group of 32, 64, 96 or 128 columns, or of 16 with 8 bits, without "
                 "zero points; minimums with groups",
             )
-        experts, columns = q.data.reshape(-1, n, k), 0 if whole else columns
-        if columns == SIX_BIT_COLUMNS and _fits_six_bits(experts):
+        columns = 0 if whole else columns
+        if columns == SIX_BIT_COLUMNS and kind == INT8 and _fits_six_bits(experts):
             kind = INT6
         self.scales: dict[str, torch.Tensor] = {}
         for name, numbers in (("scale", q.scale), ("minimum", q.minimum)):
@@ -111,6 +118,24 @@ def _arrange(numbers: torch.Tensor, columns: int) -> torch.Tensor:
     return rows.unflatten(1, (-1, PANEL_ROWS)).transpose(2, 3).contiguous()
 
 
+def _find_kind(q: QTensor, experts: torch.Tensor) -> int:
+    """The kind that holds the entries `[experts, n, k]` of `q` in the fewest of 8 and 4 bits."""
+    if q.bits == 4:
+        return INT4
+    is_grouped = q.block[1] in E2M1_COLUMNS and q.zero is None and q.minimum is None
+    return MXFP4 if is_grouped and all(map(_fits_e2m1, experts)) else INT8
+
+
+def _fits_e2m1(entries: torch.Tensor) -> bool:
+    """Whether all entries, int8, are twice a value of e2m1."""
+    if entries.dtype is not torch.int8 or not entries.numel():
+        return False
+    least, most = entries.aminmax()
+    if int(least) < -E2M1_ENTRIES[-1] or int(most) > E2M1_ENTRIES[-1]:
+        return False
+    return bool(_IS_E2M1[entries.abs().int()].all())
+
+
 def _fits_six_bits(entries: torch.Tensor) -> bool:
     """Whether signed integers of 6 bits hold all entries, int8."""
     if not entries.numel():
@@ -130,7 +155,8 @@ def _narrow_scales(rows: torch.Tensor, kind: int, name: str, columns: int) -> di
     """
     if kind == MXFP4:
         exponents = _take_exponents(rows)
-        return {"scale": rows} if exponents is None else {"scale_exponent": exponents}
+        if exponents is not None:
+            return {"scale_exponent": exponents}
     half = _narrow_to_half(rows)
     if half is not None:
         return {f"{name}_f16": half}

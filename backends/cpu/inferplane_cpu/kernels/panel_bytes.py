@@ -35,15 +35,16 @@ FORM_OF = {
     "int4_group32": PanelForm(4, 32),
     "int4_min32": PanelForm(4, 32, has_minimums=True),
     "mxfp4": PanelForm(4, 32),
+    "nvfp4": PanelForm(4, 16),
 }
 
 
 def count_panel_bytes(weight: Weight) -> int:
     """Bytes of a weight's `Panels` as far as its format and the checkpoint's type of it tell: scales are taken to fit
-    float16 unless they are integers times a unit, as those of GGUF's K types.
+    float16 unless they are powers of two, or integers times a unit, as those of GGUF's K types.
 
     Args:
-        weight: of one of `PANEL_FORMATS`, or of "mxfp4".
+        weight: of one of `PANEL_FORMATS`.
     """
     *experts, n, k = weight.shape
     form, widths = FORM_OF[weight.format], weight.widths
@@ -58,5 +59,8 @@ def count_panel_bytes(weight: Weight) -> int:
         a_row = groups + 4 * -(-k // UNIT_COLUMNS)
     else:
         a_row = 2 * groups
-    entries = padded * (6 if is_narrow else form.bits) // 8
+    # Signed integers of 3 bits are entries of MXFP4 too, which has no minimums.
+    is_e2m1 = is_narrow and widths is not None and widths.entry_bits <= 3 and not form.has_minimums
+    bits = 4 if is_e2m1 else 6 if is_narrow else form.bits
+    entries = padded * bits // 8
     return math.prod(experts) * rows * (entries + a_row * (2 if form.has_minimums else 1))

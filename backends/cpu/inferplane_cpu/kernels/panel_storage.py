@@ -54,7 +54,8 @@ def read_panels(stored: StoredWeight, shape: tuple[int, ...]) -> Panels:
     units = (*each[:2], math.ceil(groups * columns / UNIT_COLUMNS), PANEL_ROWS)
     forms = {"_f16": (each, torch.float16), "": (each, torch.float32), "_code": (each, torch.int8)}
     forms |= {"_unit": (units, torch.float32), "_exponent": (each, torch.uint8)}
-    widths: list[tuple[str, ...]] = [("_exponent",), ("",)] if kind == MXFP4 else [("_f16",), ("",)]
+    widths: list[tuple[str, ...]] = [("_f16",), ("",)]
+    widths += [("_exponent",)] if kind == MXFP4 else []
     widths += [("_code", "_unit")] if columns in COLUMNS_WITH_UNITS else []
     panels.scales = {}
     for name, known in (("scale", widths), ("minimum", [(), *(widths if columns and kind != MXFP4 else ())])):
@@ -72,7 +73,7 @@ def read_panels(stored: StoredWeight, shape: tuple[int, ...]) -> Panels:
 def _fits(kind: int, columns: int) -> bool:
     """Whether the kernels know panels of a kind with so many columns in a group (0: a row is one)."""
     if kind == INT6 or columns == 16:
-        return columns == 16 and kind in (INT6, INT8)
+        return columns == 16 and kind != INT4
     return columns == 0 or (columns % 32 == 0 and 0 < columns <= MAX_GROUP_COLUMNS)
 
 

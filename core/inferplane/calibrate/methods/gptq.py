@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from inferplane.calibrate.methods.rounding import BY_MINIMUM, Grid, round_to_nearest, search_scales
+from inferplane.calibrate.methods.rounding import BY_MINIMUM, Grid, make_grid, round_to_nearest, search_scales
 from inferplane.types import QTensor
 
 BLOCK = 128
@@ -72,7 +72,7 @@ def gptq(weight: torch.Tensor, hessian: Hessian, format: str, *, act_order: bool
     """
     if format in BY_MINIMUM:
         return Rounded(round_to_nearest(weight, format), None)
-    grid = Grid(format, (weight.shape[0], weight.shape[1]))
+    grid = make_grid(format, (weight.shape[0], weight.shape[1]))
     power = hessian.total.diagonal().clone()
     scale = search_scales(grid, weight, power / power.mean().clamp_min(1e-30) + 1e-6)
     order = torch.argsort(power, descending=True, stable=True) if act_order else torch.arange(len(power))

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from inferplane.ops.formats import FORMATS, dequantize_rows, limit
+from inferplane.ops.formats import (
+    FORMATS,
+    MXFP4_VALUES,
+    dequantize_rows,
+    find_mxfp4_scales,
+    find_nvfp4_factor,
+    find_nvfp4_scales,
+    limit,
+    round_to_e2m1,
+)
 from inferplane.ops.quantize import Quantize
 from inferplane.quant.online import find_signed_scales, quantize
 from inferplane.types import ActivationQuant, QTensor
@@ -14,8 +25,8 @@ LEAST_SHARE = 0.5
 """Smallest share of a block's largest magnitude that is tried as its range."""
 STEPS = 24
 """Ranges that are tried, besides the whole one."""
-BY_MINIMUM = ("mxfp4", "nvfp4", "mxfp8", "int4_min32", "int8_min16")
-"""Formats whose scales are not free numbers a block: they are rounded to nearest alone."""
+BY_MINIMUM = ("mxfp8", "int4_min32", "int8_min16")
+"""Formats that are rounded to nearest alone: no grid of theirs is searched."""
 
 
 class Grid:
@@ -31,6 +42,11 @@ class Grid:
         self.shape, self.block = shape, (rows, columns or shape[1])
         self.top = limit(self.dtype, self.bits)
         self.num_blocks = scale_shape(shape, self.block)
+
+    @property
+    def shares(self) -> Sequence[float]:
+        """Shares of each block's largest magnitude that are tried as its range, besides the whole."""
+        return [1 - (1 - LEAST_SHARE) * step / STEPS for step in range(1, STEPS + 1)]
 
     @property
     def lowest(self) -> float:
@@ -75,6 +91,39 @@ class Grid:
         return QTensor(entries.to(self.dtype), scale, block=self.block, bits=self.bits)
 
 
+class E2m1Grid(Grid):
+    """Blocks of a matrix in MXFP4 or NVFP4. Entries are canonical ones, twice the values."""
+
+    def __init__(self, format: str, shape: tuple[int, int]) -> None:
+        super().__init__(format, shape)
+        self.top, self._takes_powers = float(MXFP4_VALUES[-1]), format == "mxfp4"
+
+    @property
+    def shares(self) -> Sequence[float]:
+        """Of MXFP4 the powers of two beside the usual one: without saturation, and with more of it."""
+        return (2.0, 0.5) if self._takes_powers else super().shares
+
+    def find_scales(self, matrix: torch.Tensor, share: float = 1.0) -> torch.Tensor:
+        """As `Grid.find_scales`."""
+        amax = self.tile(matrix).abs().amax((1, 3)) * share
+        if self._takes_powers:
+            return find_mxfp4_scales(amax)
+        return find_nvfp4_scales(amax, find_nvfp4_factor(matrix.abs().amax()))
+
+    def round(self, scaled: torch.Tensor) -> torch.Tensor:
+        """As `Grid.round`."""
+        return round_to_e2m1(scaled)
+
+
+def make_grid(format: str, shape: tuple[int, int]) -> Grid:
+    """The grid of a format of which scales are searched.
+
+    Args:
+        format: a name of `FORMATS`, none of `BY_MINIMUM`. shape: `[N, K]` of the matrix.
+    """
+    return (E2m1Grid if format in ("mxfp4", "nvfp4") else Grid)(format, shape)
+
+
 def round_to_nearest(weight: torch.Tensor, format: str) -> QTensor:
     """Round to nearest, with scales of the largest magnitudes.
 
@@ -93,7 +142,7 @@ def search_clip(weight: torch.Tensor, format: str, importance: torch.Tensor | No
     """
     if format in BY_MINIMUM:
         return round_to_nearest(weight, format)
-    grid = Grid(format, (weight.shape[0], weight.shape[1]))
+    grid = make_grid(format, (weight.shape[0], weight.shape[1]))
     return grid.make(*_round_with(grid, weight, search_scales(grid, weight, importance)))
 
 
@@ -101,8 +150,8 @@ def search_scales(grid: Grid, weight: torch.Tensor, importance: torch.Tensor | N
     """The scales of `search_clip`, `[N blocks, K blocks]`."""
     best = grid.find_scales(weight)
     least = _block_errors(grid, weight, best, importance)
-    for step in range(1, STEPS + 1):
-        scale = grid.find_scales(weight, 1 - (1 - LEAST_SHARE) * step / STEPS)
+    for share in grid.shares:
+        scale = grid.find_scales(weight, share)
         error = _block_errors(grid, weight, scale, importance)
         better = error < least
         best, least = torch.where(better, scale, best), torch.where(better, error, least)

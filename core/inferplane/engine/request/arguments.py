@@ -188,6 +188,8 @@ def _no_prompt(found: Any, where: str = "") -> UsageError:
 QUANTIZATIONS = {
     "weight_only_int8": "auto",
     "weight_only_int4": "auto",
+    "weight_only_mxfp4": "auto",
+    "weight_only_nvfp4": "auto",
     "a8w8": "auto",
     "a8w8c8": "int8",
     "a8w8_fp8": "auto",
@@ -202,6 +204,8 @@ STORED_FORMATS = ("awq", "gptq", "fp8", "fbgemm_fp8", "compressed-tensors", "mod
 SIMILAR = {
     **dict.fromkeys(("int8", "w8a16", "wint8", "8bit"), "weight_only_int8"),
     **dict.fromkeys(("int4", "w4a16", "wint4", "4bit"), "weight_only_int4"),
+    "w4a16_mxfp4": "weight_only_mxfp4",
+    **dict.fromkeys(("nvfp4", "w4a16_nvfp4", "nvfp4a16"), "weight_only_nvfp4"),
     "w8a8": "a8w8",
     "w8a8c8": "a8w8c8",
     **dict.fromkeys(("block_wise_fp8", "w8a8_fp8", "fp8_w8a8"), "a8w8_fp8"),

@@ -5,14 +5,15 @@
 | int8_row | weight int8 `[N, K]`, weight_scale `[N, 1]` | int-quantized |
 | int8_group | weight_packed int32 `[N, K / 4]`, weight_shape, weight_scale `[N, K / 128]` | pack-quantized |
 | int4_row, int4_group, int4_group64, int4_group32 | weight_packed int32 `[N, K / 8]`, likewise | pack-quantized |
+| mxfp4 | weight_packed uint8 `[N, K / 2]`, weight_scale uint8 `[N, K / 32]` | mxfp4-pack-quantized |
+| nvfp4 | weight_packed, weight_scale e4m3 `[N, K / 16]`, weight_global_scale float32 `[1]` | nvfp4-pack-quantized |
 | fp8_row | weight e4m3 `[N, K]`, weight_scale float32 `[N, 1]` | float-quantized |
 | fp8_block | weight, weight_scale float32 `[N / 128, K / 128]` | float-quantized |
 
 A checkpoint whose quantized weights are all FP8 in blocks has DeepSeek's form: `weight_scale_inv` for the scales, and
 `quant_method` "fp8". Scales of integers are float16 where that holds them all, else float32.
 
-Source: compressed-tensors' compressors "int-quantized", "pack-quantized" and "float-quantized"; DeepSeek-V3's
-README_WEIGHTS.md.
+Source: compressed-tensors' compressors of these names; DeepSeek-V3's README_WEIGHTS.md.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from typing import Any
 import torch
 
 from inferplane.models.writing.safetensors_writer import PlannedTensor
-from inferplane.ops.formats import FORMATS
+from inferplane.ops.formats import FORMATS, MXFP4_VALUES, find_nvfp4_factor
+from inferplane.quant.mxfp4 import BIAS, NOT_A_NUMBER
+from inferplane.quant.online import quantize
 from inferplane.types import PLAIN, ActivationQuant, QTensor
 from inferplane.types.qtensor import scale_shape
 
@@ -38,14 +41,20 @@ FORMS = {
     "int4_group": "pack-quantized",
     "int4_group64": "pack-quantized",
     "int4_group32": "pack-quantized",
+    "mxfp4": "mxfp4-pack-quantized",
+    "nvfp4": "nvfp4-pack-quantized",
     "fp8_row": "float-quantized",
     "fp8_block": "float-quantized",
 }
 """Formats that can be stated, and compressed-tensors' names for their form."""
 ROW_FORMATS = {"int8_group": "int8_row", "int4_group": "int4_group64", "int4_group64": "int4_group32"}
+ROW_FORMATS |= {"mxfp4": "nvfp4"}
 """What is taken for a weight whose columns are not whole groups, which compressed-tensors does not read."""
 WEIGHT = ".weight"
-
+E2M1 = ("mxfp4", "nvfp4")
+"""Formats whose entries are floating-point numbers of 4 bits."""
+SIGN_BIT = 8
+"""In an entry's four bits."""
 
 GROUP_SIZES = (32, 64, 128)
 """Columns that may share a scale of integers of 4 bits."""
@@ -91,9 +100,16 @@ def plan_tensors(name: str, format: str, shape: tuple[int, ...], *, deepseek: bo
     n, k = shape
     _, bits, (rows, columns) = FORMATS[format]
     module, scales = name.removesuffix(WEIGHT), scale_shape(shape, (rows, columns or k))
+    if format in E2M1:
+        of_scales = torch.uint8 if format == "mxfp4" else torch.float8_e4m3fn
+        yield PlannedTensor(f"{module}.weight_packed", (n, k // 2), n * (k // 2), torch.uint8)
+        yield PlannedTensor(f"{name}_scale", scales, math.prod(scales), of_scales)
+        if format == "nvfp4":
+            yield PlannedTensor(f"{module}.weight_global_scale", (1,), 4)
+        return
     if FORMS[format] == "pack-quantized":
         words = (n, -(-k * bits // WORD_BITS))
-        yield PlannedTensor(f"{module}.weight_packed", words, 4 * math.prod(words))
+        yield PlannedTensor(f"{module}.weight_packed", words, 4 * math.prod(words), torch.int32)
         yield PlannedTensor(f"{module}.weight_shape", (2,), 16)
     else:
         yield PlannedTensor(name, shape, math.prod(shape))
@@ -111,6 +127,9 @@ def split(name: str, q: QTensor, format: str, *, deepseek: bool) -> Iterator[tup
     """
     assert q.zero is None and q.minimum is None, format
     module = name.removesuffix(WEIGHT)
+    if format in E2M1:
+        yield from _split_e2m1(name, q, format)
+        return
     if FORMS[format] == "pack-quantized":
         yield f"{module}.weight_packed", pack_words(q.data, FORMATS[format][1])
         yield f"{module}.weight_shape", torch.tensor(q.shape)
@@ -119,6 +138,47 @@ def split(name: str, q: QTensor, format: str, *, deepseek: bool) -> Iterator[tup
     half = q.scale.half()
     is_exact = q.data.dtype is torch.int8 and torch.equal(half.float(), q.scale)
     yield f"{name}_scale{'_inv' if deepseek else ''}", half if is_exact else q.scale
+
+
+def _split_e2m1(name: str, q: QTensor, format: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a weight in MXFP4 or NVFP4. The canonical entries are twice the values, with half the scales.
+
+    Scales of NVFP4 are numbers of e4m3 times a power of two here; those of a checkpoint that has another factor are
+    rounded anew, with the entries.
+    """
+    module, scale = name.removesuffix(WEIGHT), q.scale * 2
+    if format == "mxfp4":
+        exponents = torch.frexp(scale).exponent - 1 + BIAS
+        yield f"{module}.weight_packed", pack_pairs(q.data)
+        yield f"{name}_scale", exponents.masked_fill(~scale.isfinite(), NOT_A_NUMBER).to(torch.uint8)
+        return
+    factor = find_nvfp4_factor(scale.nan_to_num(0.0).amax() * MXFP4_VALUES[-1] / 2)
+    narrow = (scale / factor).to(torch.float8_e4m3fn)
+    if not torch.equal((narrow.float() * factor).nan_to_num(0.0), scale.nan_to_num(0.0)):
+        yield from _split_e2m1(name, quantize(q.dequantize(), format), format)
+        return
+    yield f"{module}.weight_packed", pack_pairs(q.data)
+    yield f"{name}_scale", narrow
+    yield f"{module}.weight_global_scale", 1 / factor.reshape(1)
+
+
+def pack_pairs(data: torch.Tensor) -> torch.Tensor:
+    """Entries of e2m1, two a byte, the first one in the lower bits.
+
+    Args:
+        data: int8 `[N, K]`, twice the values: `MXFP4_VALUES` and their negatives. K is even.
+
+    Returns:
+        uint8 `[N, K / 2]`.
+    """
+    of_entry = torch.zeros(2 * MXFP4_VALUES[-1] + 1, dtype=torch.uint8)
+    for nibble, value in enumerate(MXFP4_VALUES):
+        of_entry[MXFP4_VALUES[-1] + value] = nibble
+        if value:
+            of_entry[MXFP4_VALUES[-1] - value] = nibble | SIGN_BIT
+    nibbles = of_entry[(data + MXFP4_VALUES[-1]).int()]
+    low, high = nibbles.unflatten(1, (-1, 2)).unbind(-1)
+    return low | high << 4
 
 
 def pack_words(data: torch.Tensor, bits: int) -> torch.Tensor:
@@ -180,6 +240,11 @@ def describe(
 
 def _describe_weights(format: str) -> dict[str, Any]:
     dtype, bits, (rows, columns) = FORMATS[format]
+    if format in E2M1:
+        strategy = "group" if format == "mxfp4" else "tensor_group"
+        scales = "torch.uint8" if format == "mxfp4" else "torch.float8_e4m3fn"
+        known = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False, "strategy": strategy}
+        return {**known, "group_size": columns, "scale_dtype": scales, "zp_dtype": scales}
     found: dict[str, Any] = {
         "num_bits": bits,
         "type": "float" if dtype.is_floating_point else "int",

@@ -20,20 +20,22 @@ class PlannedSource:
     """
 
     def __init__(self, planned: Iterable[PlannedTensor], weights: Mapping[str, tuple[int, ...]]) -> None:
-        self._shapes, self._weights = {tensor.name: tensor.shape for tensor in planned}, weights
+        self._planned, self._weights = {tensor.name: tensor for tensor in planned}, weights
 
     def names(self) -> Iterable[str]:
         """See `TensorSource.names`."""
-        return self._shapes.keys()
+        return self._planned.keys()
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """See `TensorSource.shape`."""
-        found = self._shapes.get(name)
-        return found[::2] if found is not None and CONVOLUTION.fullmatch(name) and len(found) == 3 else found
+        if name not in self._planned:
+            return None
+        found = self._planned[name].shape
+        return found[::2] if CONVOLUTION.fullmatch(name) and len(found) == 3 else found
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """See `TensorSource.dtype`; packed integers are known by their names, and no others are known."""
-        return torch.int32 if name.endswith("weight_packed") else None
+        """See `TensorSource.dtype`; None where it is not known yet."""
+        return self._planned[name].dtype if name in self._planned else None
 
     def read_into(self, name: str, out: torch.Tensor, shard: Shard) -> None:
         """Only the shapes of packed weights are known."""

@@ -22,11 +22,13 @@ _LONGEST = {"dtype": "F8_E4M3", "data_offsets": [10**18, 10**18]}
 
 
 class PlannedTensor(NamedTuple):
-    """A tensor that will be written: its name and shape, and its largest possible number of bytes."""
+    """A tensor that will be written: its name and shape, its largest possible number of bytes, and its dtype where that
+    is known before."""
 
     name: str
     shape: tuple[int, ...]
     max_bytes: int
+    dtype: torch.dtype | None = None
 
 
 class SafetensorsWriter:

@@ -11,10 +11,13 @@ from inferplane.calibrate.methods.gptq import Hessian, gptq
 from inferplane.calibrate.methods.rounding import Grid, fake_quantize, round_to_nearest, search_clip
 from inferplane.calibrate.methods.smoothing import group_channels, pss, search_smooth, smoothquant
 from inferplane.ops import encode
+from inferplane.ops.formats import find_nvfp4_factor
 from inferplane.types import ActivationQuant
 
 INT8 = ActivationQuant("int8")
 FORMATS = ("int8_row", "int8_group", "int4_row", "int4_group", "int4_group64", "int4_group32", "fp8_row", "fp8_block")
+FORMATS += ("mxfp4", "nvfp4")
+LARGEST = {"int8": 127, "int4": 8, "mxfp": 12, "nvfp": 12}
 
 
 def draw(*shape, seed=0):
@@ -49,7 +52,7 @@ def test_gptq_loses_less_than_rounding(format, shape):
     assert loss(x, weight, q) < (0.7 if format.startswith("fp8") else 0.5) * loss(
         x, weight, round_to_nearest(weight, format)
     )
-    assert q.data.float().abs().max() <= {"int8": 127, "int4": 8}.get(format[:4], 448)
+    assert q.data.float().abs().max() <= LARGEST.get(format[:4], 448)
 
 
 def test_two_columns_by_hand():
@@ -95,7 +98,11 @@ def test_odd_matrices(format):
         assert value.isfinite().all()
         if format != "fp8_block":
             assert not value[0].any()
-            assert (value[1] - 0.5).abs().max() < 0.04
+            # NVFP4's scales share a factor with those of numbers 20,000 times as large.
+            assert (value[1] - 0.5).abs().max() < (0.13 if format == "nvfp4" else 0.04)
+        if format in ("mxfp4", "nvfp4"):
+            assert set(q.data.abs().unique().tolist()) <= {0, 1, 2, 3, 4, 6, 8, 12}
+            assert_storable(q, format)
     wrong, nearest = (
         Grid(format, (64, 160)).tile((q.dequantize() - weight).square()).sum((1, 3))
         for q in (search_clip(weight, format), round_to_nearest(weight, format))
@@ -104,6 +111,15 @@ def test_odd_matrices(format):
     if "int4" in format:
         of_seven = (encode(weight, format).dequantize() - weight).square().sum()  # steps in the largest magnitude
         assert wrong.sum() < 0.95 * nearest.sum() < 0.85 * of_seven
+
+
+def assert_storable(q, format):
+    """Scales of MXFP4 are powers of two, those of NVFP4 numbers of e4m3 times one power of two."""
+    if format == "mxfp4":
+        assert (torch.frexp(q.scale).mantissa == 0.5).all()
+        return
+    narrow = q.scale * 2 / find_nvfp4_factor(q.scale.max() * 12)
+    assert torch.equal(narrow.to(torch.float8_e4m3fn).float(), narrow)
 
 
 def test_clipping_heeds_the_importance_of_columns():
