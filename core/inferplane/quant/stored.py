@@ -19,6 +19,7 @@ from inferplane.quant.microscaling import MICROSCALED, MODELOPT, find_compressed
 from inferplane.quant.mixed_groups import find_group, list_targets
 from inferplane.quant.mxfp4 import MXFP4
 from inferplane.quant.plugged import ShownWeights
+from inferplane.quant.spelling import spell
 from inferplane.quant.unpack import WEIGHT, IntegerPacking, UnpackedSource
 from inferplane.types import PLAIN, ActivationQuant, StoredWidths, WeightFormat
 
@@ -110,6 +111,7 @@ def read_quant_config(
         )
     if not settings:
         return QuantFormats()
+    settings = spell(settings)
     method = settings.get("quant_method")
     if method == "gguf":
         types = settings.get("types") or {}
@@ -169,7 +171,7 @@ def read_quant_config(
 
 def find_stored_format(settings: Mapping[str, Any]) -> str:
     """The one weight format that a checkpoint's settings state; "" if core reads none from them."""
-    found = _find_scheme(settings)
+    found = _find_scheme(spell(settings))
     return "" if found is None else found.format
 
 
