@@ -23,7 +23,10 @@ from inferplane.hub.gguf_files import choose_files
 from inferplane.hub.names import ModelName, near_short_names
 
 CONFIG, PARAMS = "config.json", "params.json"
-CONFIGS = (CONFIG, "generation_config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json")
+CONFIGS = (
+    *(CONFIG, "generation_config.json", "quantize_config.json", "quant_config.json", "quantization_config.json"),
+    "hf_quant_config.json",
+)
 TOKENIZERS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json"),

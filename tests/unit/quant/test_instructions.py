@@ -218,12 +218,6 @@ def test_settings_in_any_file(file, entries, format, tmp_path):
         assert found.packed is not None and found.packed.method == "awq"
 
 
-def test_the_configs_own_settings_count(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": PACKED}))
-    (tmp_path / "quantize_config.json").write_text(json.dumps({**GPTQ, "bits": 3}))
-    assert Config.read(tmp_path)["quantization_config"] == PACKED
-
-
 @pytest.mark.parametrize("algo", ["NVFP4_AWQ", "W4A8_AWQ", "FP8_PB_WO", None])
 def test_methods_that_are_not_read_are_named(algo, tmp_path):
     (tmp_path / "config.json").write_text("{}")

@@ -12,7 +12,7 @@ from inferplane.errors import CheckpointError, UnsupportedModelError, UsageError
 from inferplane.models.reading.json_object import read_object
 from inferplane.models.reading.mistral_format import PARAMS, config_entries, has_mistral_format
 from inferplane.models.reading.normalize import normalize
-from inferplane.models.reading.quant_files import read_beside
+from inferplane.models.reading.quant_files import settle_quantization
 
 _REMEDY = "correct the entry, or fetch the file again"
 MAX_SIZE = 2**31
@@ -65,7 +65,7 @@ class Config(dict[str, Any]):
         """Read `config.json` in a folder, or Mistral's `params.json`.
 
         Raises:
-            CheckpointError: there is none, or it is not a JSON object.
+            CheckpointError: there is none, it is not a JSON object, or files beside it state another quantization.
         """
         path = Path(folder) / "config.json"
         if not os.path.lexists(path) and has_mistral_format(path.parent):
@@ -76,11 +76,7 @@ class Config(dict[str, Any]):
             raise CheckpointError(
                 f"{folder} holds no config.json{what}.", remedy=remedy or "point to a folder in the Hugging Face layout"
             )
-        entries = read_object(path)
-        if entries.get("quantization_config") is None and entries.get("compression_config") is None:
-            beside = read_beside(path.parent)
-            entries |= {} if beside is None else {"quantization_config": beside}
-        return cls(entries, str(path))
+        return cls(settle_quantization(read_object(path), path.parent, str(path)), str(path))
 
     def need(self, key: str) -> Any:
         """The value of `key`.

@@ -20,6 +20,7 @@ from inferplane.errors import CapacityError, CheckpointError, InferplaneError, U
 from inferplane.models.build import Build
 from inferplane.models.reading.config import Config
 from inferplane.models.reading.normalize import SPELLINGS, TEXT_PART_OF
+from inferplane.models.reading.quant_files import FILES
 from inferplane.models.registry import build
 from inferplane.models.writing.compressed_form import (
     FORMS,
@@ -45,7 +46,7 @@ SAME_WEIGHTS = {"a8w8c8": ("a8w8", "int8"), "a8w8c8_fp8": ("a8w8_fp8", "fp8")}
 """Schemes that differ from another one in the cache alone, and its dtype: entries are quantized while running."""
 CARRIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*", "NOTICE*", "additional_chat_templates/*")
 """Files that a quantized model takes over: tokenizer, templates, generation config, licences."""
-REPLACED = ("config.json", "params.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json")
+REPLACED = ("config.json", "params.json", *FILES)
 """Files that say how the source was quantized, or what its config is."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
