@@ -72,11 +72,16 @@ def read_gptq(settings: Mapping[str, Any]) -> QuantScheme | None:
 
 
 def read_awq(settings: Mapping[str, Any]) -> QuantScheme | None:
-    """AutoAWQ's layout "gemm", which always has zero points."""
+    """AutoAWQ's layout "gemm". It has stored zero points also with `zero_point` false, when they are all 8: kernels
+    read them always, and AutoRound and GPTQModel write them so.
+
+    Source: `WQLinear_GEMM` of AutoAWQ and AutoRound; AutoAWQ itself writes no checkpoint of this layout without zero
+        points.
+    """
     forms = {str(settings.get(key) or "gemm").lower() for key in ("version", "format", "checkpoint_format")}
     if forms != {"gemm"} or settings.get("backend") == "llm-awq" or settings.get("bits") != 4:
         return None
-    return find_integers("awq", 4, settings.get("group_size", 0), False) if settings.get("zero_point", True) else None
+    return find_integers("awq", 4, settings.get("group_size", 0), settings.get("zero_point") is False)
 
 
 def warn_of_expansion(packed: IntegerPacking | None) -> None:

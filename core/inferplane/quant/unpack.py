@@ -25,7 +25,8 @@ class IntegerPacking:
         method: "compressed-tensors", "gptq" or "awq": which tensors there are, and which dimension is packed.
         bits: bits per entry, 4 or 8.
         group: columns that share a scale; 0: the whole row.
-        symmetric: the zero point is the middle of the range, and stored zero points are ignored.
+        symmetric: the zero point is the middle of the range. Stored zero points of GPTQ are ignored, since its writers
+            disagree about them; those of AWQ have to be the middle.
         less_one: stored zero points are 1 too small (GPTQ, except its format "gptq_v2").
         scale_repeats: how many times each scale is shown, for a format of narrower groups.
         expands: weights are shown dequantized (`expand`), because no format holds them: of scattered columns, or of 8
@@ -188,6 +189,8 @@ class UnpackedSource:
         self._check_order(module, k)
         unsigned = self._read_entries(module, k)
         if p.symmetric:
+            if p.method == "awq":
+                self._check_middle(module, n, k)
             return (unsigned ^ 128).view(torch.int8) if p.bits == 8 else unsigned.contiguous().view(torch.int8) - 8
         zeros, width = self._zeros(module, n, k), p.group or k
         values = unsigned.contiguous().view(torch.int8)  # of 4 bits
@@ -250,6 +253,17 @@ class UnpackedSource:
         if p.bits == 8:
             return zeros + 1 if p.less_one else zeros  # 255 and 1 are 0
         return (zeros + 1) & 15 if p.less_one else zeros
+
+    def _check_middle(self, module: str, n: int, k: int) -> None:
+        """Check that all stored zero points are the middle of the range."""
+        zeros = self._zeros(module, n, k)
+        other = zeros[zeros != 8]
+        if len(other):
+            raise CheckpointError(
+                f"{module}{self.packed.parts[2]} has zero points such as {int(other[0])}, and the config says that all "
+                "are 8 (zero_point false).",
+                remedy="set zero_point to true in the config if the model was quantized with zero points",
+            )
 
     def _check_order(self, module: str, k: int) -> None:
         """Check that each scale belongs to adjacent columns; GPTQ's activation order may have scattered them."""

@@ -71,7 +71,7 @@ def config(method, bits, group, symmetric):
         groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
         return {"quant_method": method, "format": "pack-quantized", "config_groups": groups}
     both = {"quant_method": method, "bits": bits, "group_size": group or -1}
-    return {**both, "zero_point": True, "version": "gemm"} if method == "awq" else {**both, "sym": symmetric}
+    return {**both, "zero_point": not symmetric, "version": "gemm"} if method == "awq" else {**both, "sym": symmetric}
 
 
 FORMS = [
@@ -96,6 +96,9 @@ FORMS = [
     ("gptq", 8, 0, True, "int8_row"),
     ("awq", 4, 128, False, "int8_group"),
     ("awq", 4, 0, False, "int8_row"),
+    ("awq", 4, 128, True, "int4_group"),
+    ("awq", 4, 32, True, "int4_group32"),
+    ("awq", 4, 0, True, "int4_row"),
 ]
 
 
@@ -147,6 +150,24 @@ def test_how_gptq_counts_zero_points(form):
     assert torch.equal(read(found, tensors, "a.weight").dequantize(), value(codes, scale, None, 4, 128))
 
 
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda zeros: zeros + 1, "zero points such as 9, .*zero_point false.*set zero_point to true"),
+        (None, "not zero"),
+    ],
+)
+def test_zero_points_of_awq_that_the_config_denies(change, match):
+    tensors = packed("awq", "a", *drawn(16, 256, 4, 128, symmetric=True), 4, 128)
+    found = read_quant_config(config("awq", 4, 128, True), set(tensors))
+    read(found, tensors, "a.weight")
+    zeros = tensors.pop("a.qzeros")
+    if change is not None:
+        tensors["a.qzeros"] = change(zeros)
+    with pytest.raises(CheckpointError, match=match):
+        read(found, tensors, "a.weight")
+
+
 BYTES = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
@@ -194,7 +215,8 @@ def test_how_activations_are_coded(settings, act):
         {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"},
         {"quant_method": "awq", "bits": 4, "group_size": 16},
         {"quant_method": "awq", "bits": 8, "group_size": 128},
-        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": False},
+        {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": False},
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": False, "version": "gemv"},
         {**config("compressed-tensors", 4, 128, True), "format": "marlin-24"},
         whole_bytes(symmetric=False),
         whole_bytes(num_bits=6),
@@ -275,6 +297,7 @@ WHOLE = [
     ("gptq", 4, 128, True),
     ("gptq", 4, 32, True),
     ("awq", 4, 128, False),
+    ("awq", 4, 32, True),
     ("compressed-tensors", 4, 32, True),
     ("compressed-tensors", 4, 128, False),
     ("compressed-tensors", 8, 0, True),
