@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from inferplane.errors import UnsupportedModelError
+from inferplane.quant.auto_round import is_auto_round, translate
 from inferplane.quant.spelling import METHODS, OF_AWQ, OF_GPTQ, find_method
 
 
@@ -36,35 +39,41 @@ def find_contradiction(one: Mapping[str, Any], other: Mapping[str, Any]) -> tupl
 
 def complete(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """`one`, with the entries about weights that only `other` states. A reader would take defaults for them."""
+    if is_auto_round(one) != is_auto_round(other):  # their entries have other names
+        return dict(one) if find_method(one) else {**other, **one}
     known = _list_statements(one)
-    more = {
-        x.key: other[x.key] for topic, found in _list_statements(other).items() if topic not in known for x in found
-    }
-    return {**more, **one}
+    keys = [found.key for topic, each in _list_statements(other).items() if topic not in known for found in each]
+    return {**{key: other[key] for key in keys if key in other}, **one}
 
 
 def _list_statements(settings: Mapping[str, Any]) -> dict[str, list[Statement]]:
     """What settings say of weights, by topic."""
     method = find_method(settings)
     found: dict[str, list[Statement]] = {}
-    if method:
+    if is_auto_round(settings):
+        with contextlib.suppress(UnsupportedModelError):
+            stated = f"{method}, packing_format = {settings.get('packing_format')}"
+            settings = {"extra_config": settings.get("extra_config"), **translate(settings)}
+            method = settings["quant_method"]
+            found["method"] = [Statement("quant_method", stated, method)]
+    elif method:
         key = next((k for k in ("quant_method", "method", *OF_AWQ, *OF_GPTQ) if settings.get(k) is not None), "")
         found["method"] = [Statement(key, settings.get(key), _spell_method(method))]
     for topic, meanings in TOPICS.items():
-        stated = [
+        statements = [
             Statement(key, settings[key], meaning)
             for key, read in meanings.items()
             if settings.get(key) is not None and (meaning := read(settings[key])) is not None
         ]
-        if stated:
-            found[topic] = stated
+        if statements:
+            found[topic] = statements
     if method not in (*METHODS, "compressed-tensors", ""):
         found.pop("layout", None)
     if method == "compressed-tensors" and "layout" in found:
         found["layout"] = [x for x in found["layout"] if x.key == "format"]  # `version` is that of its package
     if any(x.meaning == "-1" for x in found.get("group size", ())):
         found.pop("order", None)
-    return {topic: stated for topic, stated in found.items() if stated}
+    return {topic: statements for topic, statements in found.items() if statements}
 
 
 def _spell_method(name: str) -> str:

@@ -55,11 +55,8 @@ def find_integers(
 
 
 def read_gptq(settings: Mapping[str, Any]) -> QuantScheme | None:
-    """All modules alike; GPTQModel's `dynamic` may only exclude modules, which the tensors' names show too. The format
-    says how zero points are stored; exporters write it under one of two names, or both."""
-    dynamic = settings.get("dynamic") or {}
-    if not isinstance(dynamic, Mapping) or not all(isinstance(k, str) and k.startswith("-:") for k in dynamic):
-        return None
+    """One scheme for all modules; for `dynamic` see `read_dynamic`. The format says how zero points are stored;
+    exporters write it under one of two names, or both."""
     forms = {str(settings[key]) for key in ("checkpoint_format", "format") if settings.get(key)} or {"gptq"}
     form = forms.pop() if len(forms) == 1 else None
     if form not in ("gptq", "gptq_v2"):

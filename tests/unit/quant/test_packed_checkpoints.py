@@ -211,7 +211,6 @@ def test_how_activations_are_coded(settings, act):
         {"quant_method": "gptq", "bits": 4, "group_size": "128"},
         {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": False},
         {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"},
-        {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"+:.*down.*": {"bits": 8}}},
         {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"},
         {"quant_method": "awq", "bits": 4, "group_size": 16},
         {"quant_method": "awq", "bits": 8, "group_size": 128},
