@@ -106,7 +106,7 @@ class UnpackedSource:
     def dtype(self, name: str) -> torch.dtype | None:
         """See `TensorSource.dtype`."""
         if module := self._module(name, WEIGHT):
-            return self.source.dtype(self._scale_name(module)) if self.packed.expands else torch.int8
+            return torch.float32 if self.packed.expands else torch.int8  # a product of integer and scale is not rounded
         if self._makes_scales and (module := self._module(name, SCALE)):
             return self.source.dtype(self._scale_name(module))
         return self.source.dtype(name)

@@ -303,7 +303,23 @@ WHOLE = [
 ]
 
 
-def two_folders(tmp_path, model, method, bits, group, symmetric):
+def ordered(settings, scattered=True):
+    """Settings that say that columns are in the order of activations."""
+    if scattered and settings["quant_method"] == "gptq":
+        settings["desc_act"] = True
+    elif scattered:
+        settings["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    return settings
+
+
+def scatter(method, module, k, group):
+    """The groups of columns as activation order leaves them, and the tensor and settings that say so."""
+    order = torch.randperm(k, generator=torch.Generator().manual_seed(k)) // group
+    name = f"{module}.g_idx" if method == "gptq" else f"{module}.weight_g_idx"
+    return order, {name: order.int()}
+
+
+def two_folders(tmp_path, model, method, bits, group, symmetric, scattered=False):
     """One model twice: quantized, and with the values that this leaves."""
     paths = tmp_path / "quantized", tmp_path / "plain"
     for path in paths:
@@ -319,11 +335,15 @@ def two_folders(tmp_path, model, method, bits, group, symmetric):
         scale = (scale / 2**bits).half().float()
         quantized |= packed(method, name.removesuffix(".weight"), codes, scale, zero, bits, group)
         plain[name], count = value(codes, scale, zero, bits, group), count + 1
+        if scattered:
+            order, more = scatter(method, name.removesuffix(".weight"), k, group)
+            middle = torch.full_like(scale, 2 ** (bits - 1)) if zero is None else zero.float()
+            quantized, plain[name] = quantized | more, (codes.float() - middle[:, order]) * scale[:, order]
     assert count > 8
     for path, found in zip(paths, (quantized, plain), strict=True):
         save_file(found, path / "model.safetensors")
     settings = json.loads((paths[0] / "config.json").read_text())
-    settings["quantization_config"] = config(method, bits, group, symmetric)
+    settings["quantization_config"] = ordered(config(method, bits, group, symmetric), scattered)
     (paths[0] / "config.json").write_text(json.dumps(settings))
     return paths
 

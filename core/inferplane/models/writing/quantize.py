@@ -238,7 +238,7 @@ class QuantizedCopy:
         return DTYPES.get(str(stated), torch.bfloat16)
 
     def _dtype_of(self, name: str) -> torch.dtype:
-        stored = self.source.dtype(name)
+        stored = self.origin.source.dtype(name)  # None: packed, and expanded while it is read
         return self.dtype if self.stored.format_of(name) != PLAIN or stored is None else stored
 
     @cached_property
@@ -288,7 +288,7 @@ class QuantizedCopy:
         stored = self.stored.format_of(name)
         if stored != PLAIN:
             return requantize(self.stored.readers[stored](self.source, name, Shard()), format)
-        wide = self._read_plain(name)
+        wide = self._read_plain(name, self.source.dtype(name))
         return requantize(QTensor(wide, torch.ones(len(wide), 1), block=(1, wide.shape[1])), format)
 
     def _find_calibrated(self, name: str) -> QTensor | None:
@@ -309,14 +309,14 @@ class QuantizedCopy:
         known = [part for part in parts if part is not None]
         return torch.cat(known) if known and len(known) == len(parts) else None
 
-    def _read_plain(self, name: str) -> torch.Tensor:
-        """A tensor's values."""
+    def _read_plain(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor's values, in the dtype of the copy or another one."""
         if self.calibrated is not None and (found := self._find_changed(name)) is not None:
             return found.to(self._dtype_of(name)).reshape(find_published_shape(name, self.source.shape(name) or ()))
         shape, stored = self.source.shape(name) or (), self.stored.format_of(name)
         if stored != PLAIN:
             return self.stored.readers[stored](self.source, name, Shard()).dequantize(self.dtype)
-        out = torch.empty(shape, dtype=self._dtype_of(name))
+        out = torch.empty(shape, dtype=dtype or self._dtype_of(name))
         self.source.read_into(name, out, Shard())
         return out.reshape(find_published_shape(name, shape))
 
