@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from inferplane.models.reading.gguf_source import GGUFSource
 from inferplane.models.reading.names import canonical_names, settle_head
 from inferplane.models.reading.normalize import complaints
 from inferplane.plugins import host
+from inferplane.quant import settle_order
 
 LOCK = "lock.json"
 DEMO = "demo"
@@ -150,8 +151,18 @@ class ModelFiles:
         return self._source
 
     def config_of_tensors(self) -> Config:
-        """The config, with its output head tied to the embedding or not as the tensors have it (`settle_head`)."""
-        return self.config if self.exported is not None else settle_head(self.config, self.source())
+        """The config, with its output head tied to the embedding or not as the tensors have it (`settle_head`), and
+        without an order of columns that they do not have (`settle_order`)."""
+        if self.exported is not None:
+            return self.config
+        config, stated = settle_head(self.config, self.source()), self.config.get("quantization_config")
+        settled = self._settled_order
+        return config if settled is stated else Config({**config, "quantization_config": settled}, config.name)
+
+    @cached_property
+    def _settled_order(self) -> Any:
+        """The config's quantization settings, as the tensors have them."""
+        return settle_order(self.config.get("quantization_config"), self.source())
 
     def complaints(self) -> tuple[str, ...]:
         """Warnings about the config and, once `source` has opened them, the tensors' files; a sentence each."""
