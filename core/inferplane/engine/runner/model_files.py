@@ -11,6 +11,7 @@ from typing import Any
 from inferplane.errors import CheckpointError, UsageError
 from inferplane.gguf.opened import GGUFModel, find_file, find_planned_ranges
 from inferplane.hub import FORMS, locate, near_short_names, parse_name
+from inferplane.hub.paddle_files import is_paddle_file, refuse_paddle_files
 from inferplane.hub.repository import has_vocabulary
 from inferplane.models import Config, SafetensorsFolder, as_config, constructor, settle_architecture
 from inferplane.models.exported import Manifest
@@ -78,6 +79,8 @@ class ModelFiles:
                     self.config["quantization_config"] = packed
                 return
             self._folder = path
+            if path.is_file() and (refused := refuse_paddle_files(self.name, [path.name])) is not None:
+                raise refused
             if not path.is_dir():
                 if model in SHIPPED:
                     tool = "train_demo.py" if model == DEMO else "train_drafts.py"
@@ -126,8 +129,10 @@ class ModelFiles:
         return self.folder is not None and has_vocabulary(self.folder)
 
     def _has_pickled(self) -> bool:
-        """Whether the folder holds weights in pickled files, which are never read."""
-        return self._folder is not None and any(p.suffix in (".bin", ".pt", ".pth") for p in self._folder.iterdir())
+        """Whether the folder holds weights in pickled files, which are never read, or in Paddle's own form."""
+        if self._folder is None:
+            return False
+        return any(p.suffix in (".bin", ".pt", ".pth") or is_paddle_file(p.name) for p in self._folder.iterdir())
 
     def source(self) -> SafetensorsFolder | GGUFSource:
         """The checkpoint's tensors, to be read by name; opened, and their headers read, at the first call.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from inferplane.errors import CheckpointError, UnsupportedModelError, UsageError
+from inferplane.hub.paddle_files import refuse_paddle_folder
 from inferplane.models.reading.json_object import read_object
 from inferplane.models.reading.mistral_format import PARAMS, config_entries, has_mistral_format
 from inferplane.models.reading.normalize import normalize
@@ -72,6 +73,8 @@ class Config(dict[str, Any]):
             path = path.parent / PARAMS
             return cls(config_entries(read_object(path), str(path)), str(path))
         if not os.path.lexists(path):
+            if (refused := refuse_paddle_folder(path.parent)) is not None:
+                raise refused
             what, remedy = next((words for name, *words in OTHER_KINDS if any(Path(folder).glob(name))), ("", ""))
             raise CheckpointError(
                 f"{folder} holds no config.json{what}.", remedy=remedy or "point to a folder in the Hugging Face layout"
