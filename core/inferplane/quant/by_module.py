@@ -52,13 +52,19 @@ class ModuleRules:
 
     def find(self, module: str) -> Rule | None:
         """The rule of a module; None: it has the settings of all."""
-        spellings = [module, *(w + module.removeprefix("model.") for w in WRAPPED if module.startswith("model."))]
-        for name in spellings:
+        for name in spell_module(module):
             if self.named is not None and name in self.named:
                 return self.named[name]
             if found := next((rule for rule in self.rules if rule.matches(name)), None):
                 return found
         return None
+
+
+def spell_module(module: str) -> Iterator[str]:
+    """A module's name as it is here, then as exporters of models with towers spell it."""
+    yield module
+    if module.startswith("model."):
+        yield from (wrapped + module.removeprefix("model.") for wrapped in WRAPPED)
 
 
 def read_dynamic(settings: Mapping[str, Any]) -> ModuleRules:
@@ -102,8 +108,9 @@ def read_extra_config(settings: Mapping[str, Any], names: Collection[str] | None
     stated = settings.get("extra_config") or {}
     if not isinstance(stated, Mapping):
         raise refuse_rule("extra_config", stated)
-    modules = None if names is None else {name.rpartition(".")[0] for name in names}
-    named, rules = {}, []
+    every = {name.rpartition(".")[0] for name in names or ()}
+    modules = None if names is None else {spelled for module in every for spelled in spell_module(module)}
+    text, named, rules = "\n".join(modules or ()), {}, []
     for key, changes in stated.items():
         if not isinstance(changes, Mapping):
             raise refuse_rule("extra_config", {key: changes})
@@ -112,9 +119,10 @@ def read_extra_config(settings: Mapping[str, Any], names: Collection[str] | None
         if isinstance(changes.get("sym"), bool):
             changes = {**changes, "zero_point": not changes["sym"]}  # as AWQ calls it
         rule = Rule(f"extra_config {key!r}", lambda name: False, None if plain else drop_null(changes))
-        if re.fullmatch(r"[\w.\-]+", key) if modules is None else key in modules:
+        is_plain = re.fullmatch(r"[\w.\-]+", key) is not None
+        if is_plain if modules is None else key in modules:
             named[key] = rule
-        elif changes:
+        elif changes and not (is_plain and key not in text):  # towers have hundreds that no module here can match
             rules.append(Rule(rule.text, _compile("extra_config", key).search, rule.changes))
     return ModuleRules(tuple(rules), named)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -269,16 +269,17 @@ def _read_by_module(settings: Mapping[str, Any], rules: ModuleRules, names: Coll
         UnsupportedModelError: modules have settings that are not read; only those that modules have are needed.
     """
     made: dict[Rule | None, QuantScheme] = {}
+    find = cache(rules.find)  # a model of experts has thousands of modules, and settings hundreds of expressions
 
     def scheme_of(name: str) -> QuantScheme | None:
-        rule = rules.find(name.removesuffix(WEIGHT))
+        rule = find(name.removesuffix(WEIGHT))
         return None if rule is not None and rule.changes is None else made.get(rule)
 
-    every = (
-        [None, *rules] if names is None else [rules.find(n.removesuffix(PACKED)) for n in names if n.endswith(PACKED)]
-    )
-    for rule in dict.fromkeys(rule for rule in every if rule is None or rule.changes is not None):
-        changes = {} if rule is None or rule.changes is None else rule.changes
+    modules = [name.removesuffix(PACKED) for name in names or () if name.endswith(PACKED)]
+    for rule in dict.fromkeys([None, *rules] if names is None else map(find, modules)):
+        if rule is not None and rule.changes is None:
+            continue
+        changes = rule.changes or {} if rule is not None else {}
         check_instructions(str(settings.get("quant_method")), changes)
         found = find_scheme({**settings, **changes})
         if found is None:

@@ -14,6 +14,7 @@ from inferplane.binding import DictSource
 from inferplane.errors import CheckpointError, InferplaneWarning, UnsupportedModelError
 from inferplane.models import Config
 from inferplane.quant import read_quant_config
+from inferplane.quant.by_module import read_extra_config
 from inferplane.types import WeightFormat
 from tests.e2e.tiny_models import llama_config, random_model
 from tests.unit.quant.test_packed_checkpoints import config, drawn, packed, read, value
@@ -213,6 +214,13 @@ def test_other_settings_of_auto_round_are_refused_by_name(changes, match, names)
 def test_layers_of_their_own(extra):
     tensors, values = modules(down=(8, 128, True))
     check({**ROUND, "extra_config": extra}, tensors, values, ["int4_group", "int8_group"])
+
+
+def test_many_layers_of_towers_cost_little():
+    """Each would be tried on every module: a model of experts has 20,000."""
+    expressions = {f"model.visual.blocks.{i}.mlp.fc1": {"bits": 16} for i in range(300)}
+    rules = read_extra_config({"extra_config": {**expressions, "down_proj": {"bits": 8}}}, {f"{DOWN}.qweight"})
+    assert [rule.text for rule in rules] == ["extra_config 'down_proj'"] and rules.find(DOWN) == next(iter(rules))
 
 
 def test_layers_with_zero_points_of_their_own():
