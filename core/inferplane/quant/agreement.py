@@ -69,8 +69,8 @@ def _list_statements(settings: Mapping[str, Any]) -> dict[str, list[Statement]]:
             found[topic] = statements
     if method not in (*METHODS, "compressed-tensors", ""):
         found.pop("layout", None)
-    if method == "compressed-tensors" and "layout" in found:
-        found["layout"] = [x for x in found["layout"] if x.key == "format"]  # `version` is that of its package
+    if method != "awq" and "layout" in found:
+        found["layout"] = [x for x in found["layout"] if x.key != "version"]  # which is that of a package elsewhere
     if any(x.meaning == "-1" for x in found.get("group size", ())):
         found.pop("order", None)
     return {topic: statements for topic, statements in found.items() if statements}

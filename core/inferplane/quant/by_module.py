@@ -79,7 +79,7 @@ def read_dynamic(settings: Mapping[str, Any]) -> ModuleRules:
     Source: GPTQModel's `BaseQuantizeConfig` and `dynamic_get`; vLLM's `get_dynamic_override`.
     """
     stated = settings.get("dynamic") or {}
-    if not isinstance(stated, Mapping):
+    if not isinstance(stated, Mapping) or not all(isinstance(key, str) for key in stated):
         raise refuse_rule("dynamic", stated)
     rules = []
     for key, changes in sorted(stated.items(), key=lambda item: not item[0].startswith("-")):
@@ -106,7 +106,7 @@ def read_extra_config(settings: Mapping[str, Any], names: Collection[str] | None
     Source: AutoRound's `get_layer_config` and `_expand_regex_config`.
     """
     stated = settings.get("extra_config") or {}
-    if not isinstance(stated, Mapping):
+    if not isinstance(stated, Mapping) or not all(isinstance(key, str) for key in stated):
         raise refuse_rule("extra_config", stated)
     every = {name.rpartition(".")[0] for name in names or ()}
     modules = None if names is None else {spelled for module in every for spelled in spell_module(module)}

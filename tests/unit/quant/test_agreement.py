@@ -94,6 +94,7 @@ SAME = {
     "words of 32 bits": ({**GPTQ, "pack_dtype": "int32"}, QUANTIZE, {**GPTQ, "pack_dtype": "torch.int32"}),
     "null": (GPTQ, QUANTIZE, {**GPTQ, "checkpoint_format": None, "group_size": None}),
     "another version of the package": ({**PACKED, "version": "0.11"}, NAMED, {**PACKED, "version": "0.12"}),
+    "another version of GPTQ's": ({**GPTQ, "version": "0.4"}, QUANTIZE, {**GPTQ, "version": "0.5", "format": "gptq"}),
     "defaults of groups": (PACKED, NAMED, groups(symmetric=None, observer="mse", zp_dtype=None)),
     "ModelOpt's two forms": (NVFP4, HF, {"quantization": {"quant_algo": "NVFP4", "group_size": 16}}),
 }

@@ -120,6 +120,7 @@ def test_settings_of_modules_that_are_not_there_need_not_be_read():
         ({"+:(": {"bits": 8}}, r"dynamic = \( \(.*not understood"),
         ({"+:.*": 8}, "dynamic = .*not understood"),
         ([".*"], "dynamic = .*not understood"),
+        ({3: {"bits": 8}}, "dynamic = .*not understood"),
     ],
 )
 def test_settings_of_modules_that_are_not_read_are_refused_by_name(dynamic, match, names):
@@ -190,6 +191,7 @@ def test_a_packing_in_the_entry_of_older_releases():
         ({"extra_config": {UP: {"bits": 2}}}, f"bits = 2, .* by extra_config '{UP}'"),
         ({"extra_config": {UP: {"act_bits": 8}}}, "act_bits = 8"),
         ({"extra_config": {UP: 8}}, "extra_config = .*not understood"),
+        ({"extra_config": {0: {"bits": 8}}}, "extra_config = .*not understood"),
         ({"extra_config": {"(": {"bits": 8}}}, "extra_config = .*not understood"),
     ],
 )
