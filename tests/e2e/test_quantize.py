@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from inferplane.cli.main import main
 from inferplane.engine import ModelFiles
-from inferplane.errors import CapacityError, UnsupportedModelError, UsageError
+from inferplane.errors import CapacityError, InferplaneWarning, UnsupportedModelError, UsageError
 from inferplane.models import SafetensorsFolder
 from inferplane.models.writing import quantize as module
 from inferplane.models.writing.compressed_form import split
@@ -29,9 +29,11 @@ from inferplane.quant import read_quant_config
 from inferplane.quant.mxfp4 import expand_pairs
 from inferplane.quant.online import quantize
 from inferplane.types import Shard
+from tests.e2e.checkpoints import edit_config
 from tests.e2e.test_requantize import run
 from tests.e2e.tiny_models import llama_config, random_model
 from tests.unit.gguf.files import llama, write
+from tests.unit.quant.test_packed_checkpoints import two_folders
 
 SCHEMES = ("weight_only_int8", "weight_only_int4", "weight_only_mxfp4", "weight_only_nvfp4", "a8w8", "a8w8_fp8_wint4")
 
@@ -65,6 +67,21 @@ def test_the_copy_computes_as_quantizing_on_load_does(scheme, tmp_path, monkeypa
     assert alone.isfinite().all() and torch.corrcoef(torch.stack((alone.flatten(), want.flatten())))[0, 1] > 0.99
     assert (out / "tokenizer.json").read_bytes() and "SHA-256" in (out / "README.md").read_text()
     assert [p.name for p in tmp_path.iterdir()] == ["copy"]
+
+
+def test_weights_that_are_expanded_while_they_are_read(tmp_path):
+    """Those in integers come from exact values; those that stay plain have the config's dtype."""
+    quantized, plain = two_folders(tmp_path, "deepseek", "gptq", 4, 32, True, scattered=True)
+    edit_config(quantized, dtype="bfloat16", torch_dtype="bfloat16")
+    with pytest.warns(InferplaneWarning, match="expanded to 16 bits"):
+        quantize_checkpoint(origin_of(quantized), "weight_only_int4", tmp_path / "copy", "0")
+    values, found = load_file(plain / "model.safetensors"), weights_of(tmp_path / "copy")
+    assert len(found) > 8
+    for name, (format, q) in found.items():
+        assert torch.equal(q.dequantize(), quantize(values[name], format).dequantize()), name
+    expanded = {n: t for n, t in load_file(tmp_path / "copy" / "model.safetensors").items() if "kv_b_proj" in n}
+    assert expanded and {t.dtype for t in expanded.values()} == {torch.bfloat16}
+    assert all(torch.equal(t, values[n].bfloat16()) for n, t in expanded.items())
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -28,7 +28,7 @@ def read_recommended_sampling(folder: Path | None) -> dict[str, Any]:
     Warns about a file that cannot be read, and about options that cannot be meant; they are not used.
     """
     from inferplane.engine import SamplingParams
-    from inferplane.models.reading.config import read_object
+    from inferplane.models.reading.json_object import read_object
 
     path = folder / FILE if folder is not None else None
     if path is None or not path.exists():

@@ -21,9 +21,13 @@ from inferplane.hub.connection import HubConnection
 from inferplane.hub.gguf_files import SUFFIX as GGUF
 from inferplane.hub.gguf_files import choose_files
 from inferplane.hub.names import ModelName, near_short_names
+from inferplane.hub.paddle_files import refuse_paddle_files
 
 CONFIG, PARAMS = "config.json", "params.json"
-CONFIGS = (CONFIG, "generation_config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json")
+CONFIGS = (
+    *(CONFIG, "generation_config.json", "quantize_config.json", "quant_config.json", "quantization_config.json"),
+    "hf_quant_config.json",
+)
 TOKENIZERS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json"),
@@ -173,6 +177,8 @@ class Repository:
         names = [file.name for file in self.files]
         has_tensors = any(name.endswith(SUFFIX) for name in names)
         if CONFIG not in names and PARAMS not in names:
+            if (refused := refuse_paddle_files(self.name.full, names)) is not None:
+                raise refused
             kind = ", but a LoRA adapter" if "adapter_config.json" in names else ""
             kind = ", but a pipeline of several models" if "model_index.json" in names else kind
             raise CheckpointError(
@@ -181,6 +187,8 @@ class Repository:
             )
         if has_tensors:
             return
+        if (refused := refuse_paddle_files(self.name.full, names)) is not None:
+            raise refused
         if pickles := [name for name in names if name.endswith(PICKLES)]:
             raise CheckpointError(
                 f"{self.name.full} has weights in pickles alone: nothing is fetched.",

@@ -52,7 +52,10 @@ GROUPED = ("int4_group32", "int8_group32", "int8_group16", "int4_min32", "int8_m
 
 
 def join_formats(formats: Collection[str]) -> str | None:
-    """The format that holds the values of parts in several formats of `GROUPED` exactly; None: there is none."""
+    """The format that holds the values of parts in several formats exactly, of `GROUPED` or with groups of 128 columns;
+    None: there is none."""
+    if set(formats) == {"int4_group", "int8_group"}:
+        return "int8_group"
     if not formats or not set(formats) <= set(GROUPED):
         return None
     if len(set(formats)) == 1:

@@ -1,6 +1,7 @@
 """Quantized checkpoints: their formats, and the readers that turn them into `QTensor`s."""
 
 from inferplane.quant.choose import Chosen, choose_formats, make_reads, schemes_instead
+from inferplane.quant.column_order import settle_order
 from inferplane.quant.formats import READERS, read_fp8_block, read_fp8_row, read_fp8_static, read_integers
 from inferplane.quant.online import (
     SCHEMES,
@@ -43,5 +44,6 @@ __all__ = [
     "read_quant_config",
     "requantize_on_load",
     "schemes_instead",
+    "settle_order",
     "takes_as_stored",
 ]

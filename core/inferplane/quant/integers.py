@@ -55,11 +55,8 @@ def find_integers(
 
 
 def read_gptq(settings: Mapping[str, Any]) -> QuantScheme | None:
-    """All modules alike; GPTQModel's `dynamic` may only exclude modules, which the tensors' names show too. The format
-    says how zero points are stored; exporters write it under one of two names, or both."""
-    dynamic = settings.get("dynamic") or {}
-    if not isinstance(dynamic, Mapping) or not all(isinstance(k, str) and k.startswith("-:") for k in dynamic):
-        return None
+    """One scheme for all modules; for `dynamic` see `read_dynamic`. The format says how zero points are stored;
+    exporters write it under one of two names, or both."""
     forms = {str(settings[key]) for key in ("checkpoint_format", "format") if settings.get(key)} or {"gptq"}
     form = forms.pop() if len(forms) == 1 else None
     if form not in ("gptq", "gptq_v2"):
@@ -72,11 +69,16 @@ def read_gptq(settings: Mapping[str, Any]) -> QuantScheme | None:
 
 
 def read_awq(settings: Mapping[str, Any]) -> QuantScheme | None:
-    """AutoAWQ's layout "gemm", which always has zero points."""
+    """AutoAWQ's layout "gemm". It has stored zero points also with `zero_point` false, when they are all 8: kernels
+    read them always, and AutoRound and GPTQModel write them so.
+
+    Source: `WQLinear_GEMM` of AutoAWQ and AutoRound; AutoAWQ itself writes no checkpoint of this layout without zero
+        points.
+    """
     forms = {str(settings.get(key) or "gemm").lower() for key in ("version", "format", "checkpoint_format")}
     if forms != {"gemm"} or settings.get("backend") == "llm-awq" or settings.get("bits") != 4:
         return None
-    return find_integers("awq", 4, settings.get("group_size", 0), False) if settings.get("zero_point", True) else None
+    return find_integers("awq", 4, settings.get("group_size", 0), settings.get("zero_point") is False)
 
 
 def warn_of_expansion(packed: IntegerPacking | None) -> None:

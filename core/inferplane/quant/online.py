@@ -16,7 +16,8 @@ from inferplane.binding import Plan, PlanSettings, TensorSource
 from inferplane.errors import CheckpointError, UsageError
 from inferplane.ops import Embedding, MLAAbsorbed, MLAExpanded
 from inferplane.ops.formats import FORMATS, encode, encode_nvfp4_with, find_nvfp4_factor, limit
-from inferplane.quant.stored import FP8_BLOCKS, FP8_ROWS, QuantFormats, find_stored_format
+from inferplane.quant.schemes import FP8_BLOCKS, FP8_ROWS
+from inferplane.quant.stored import QuantFormats, find_stored_format
 from inferplane.types import PLAIN, ActivationQuant, Kernel, KVRequest, QTensor, Shard
 from inferplane.types.qtensor import scales
 

@@ -4,37 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
-from typing import Any, TypeGuard
+from typing import Any
 
 from inferplane.binding import FormatReader, TensorSource
 from inferplane.errors import CheckpointError, PluginError, UnsupportedModelError, warn
 from inferplane.ops import FORMATS
 from inferplane.quant import gguf_blocks
+from inferplane.quant.auto_round import is_auto_round, translate
+from inferplane.quant.by_module import ModuleRules, Rule, read_dynamic, read_extra_config
 from inferplane.quant.formats import READERS, SUFFIXES
 from inferplane.quant.instructions import check_instructions, is_excluded
-from inferplane.quant.integers import QuantScheme, find_integers, read_awq, read_gptq, warn_of_expansion
-from inferplane.quant.microscaling import MICROSCALED, MODELOPT, PACKED, find_compressed
+from inferplane.quant.integers import QuantScheme, warn_of_expansion
+from inferplane.quant.microscaling import MICROSCALED
+from inferplane.quant.microscaling import PACKED as PACKED_FP4
 from inferplane.quant.mixed_groups import find_group, list_targets
 from inferplane.quant.mxfp4 import MXFP4
 from inferplane.quant.plugged import ShownWeights
+from inferplane.quant.schemes import find_scheme, read_group
+from inferplane.quant.spelling import spell
 from inferplane.quant.unpack import WEIGHT, IntegerPacking, UnpackedSource
 from inferplane.types import PLAIN, ActivationQuant, StoredWidths, WeightFormat
 
-BLOCK = [128, 128]
 UNREAD = (
     "*.input_scale", "*.activation_scale", "*.input_scale_ub", "*.k_scale", "*.v_scale", "*.input_zero_point",
     "*.input_global_scale",
 )  # fmt: skip
 """Calibrated scales that may be left unread: cache entries get their scales while running, and so do activations unless
 the config says that their scales are static."""
-FP8_BLOCKS = ActivationQuant("fp8", 128)
-FP8_ROWS = ActivationQuant("fp8")
-FP8_STATIC = ActivationQuant("fp8", static=True)
-INT8 = ("int", 8)
-DENSE = ("pack-quantized", "int-quantized", "naive-quantized", None)
-"""Integer formats of compressed-tensors that can be read; others drop entries, or reorder them for a kernel."""
+BY_MODULE = ("gptq", "awq")
+"""Methods whose settings may differ by module (`dynamic`)."""
+PACKED = ".qweight"
+"""Suffix of a module's name that gives its weight, packed by one of these."""
 
 
 def _plain(name: str) -> str:
@@ -110,6 +112,16 @@ def read_quant_config(
         )
     if not settings:
         return QuantFormats()
+    stated, is_read_here = str(settings.get("quant_method")), True
+    try:
+        settings, rules = _settle(settings, names)
+        if rules:
+            check_instructions(str(settings["quant_method"]), settings)
+            return _read_by_module(settings, rules, names)
+    except UnsupportedModelError:
+        if stated not in plugins:
+            raise
+        is_read_here = False
     method = settings.get("quant_method")
     if method == "gguf":
         types = settings.get("types") or {}
@@ -125,7 +137,7 @@ def read_quant_config(
         return _of_plugin(method, MXFP4, names)
     if method == "compressed-tensors" and (mixed := _read_mixed(settings, names)) is not None:
         return mixed
-    found = _find_scheme(settings)
+    found = find_scheme(settings) if is_read_here else None
     if found is None and isinstance(method, str) and method in plugins:
         return _of_plugin(method, plugins[method](settings), names)
     if found is None and isinstance(method, str) and method in vacant:
@@ -134,19 +146,7 @@ def read_quant_config(
             remedy=f"choose one by INFERPLANE_PLUGINS={method}@DISTRIBUTION, or uninstall the others",
         )
     if found is None:
-        of_plugins = f"; of plugins: {', '.join(map(repr, sorted(plugins)))}" if plugins else ""
-        stated = ", ".join(f"{k} = {settings[k]!r}" for k in SHOWN_SETTINGS if settings.get(k) is not None)
-        raise UnsupportedModelError(
-            f"Quantization method {method!r}{' with ' if stated else ''}{stated} is not implemented, or not with these "
-            "settings.",
-            there_is="'fp8' with weight_block_size [128, 128] or a scale a tensor; 'fbgemm_fp8'; 'compressed-tensors' "
-            "with FP8 weights in blocks of [128, 128] or with a scale a tensor or channel, or with integers of 4 or "
-            "8 bits, or nvfp4, mxfp4, mxfp8; 'gptq' of 4 or 8 bits; 'awq' (gemm) of 4; 'modelopt' of FP8, NVFP4, "
-            "W4A16_NVFP4, MXFP4, MXFP8. Integers have a scale a row or 128 "
-            f"columns, those of 4 bits also 64 or 32; 'mxfp4' as gpt-oss has "
-            f"it{of_plugins}",
-            remedy="load an unquantized checkpoint, or add a plugin that registers the format",
-        )
+        raise _refuse(settings, plugins)
     _warn_of_skipped(found)
     format, quant, packed = found.format, found.activation_quant, found.packed
     warn_of_expansion(packed)
@@ -171,23 +171,35 @@ def _warn_of_skipped(found: QuantScheme) -> None:
         )
 
 
+def _settle(settings: Mapping[str, Any], names: Collection[str] | None) -> tuple[Mapping[str, Any], ModuleRules]:
+    """Settings in the spelling of the method whose readers read them, and those of single modules."""
+    settings = spell(settings)
+    if is_auto_round(settings):
+        return translate(settings), read_extra_config(settings, names)
+    return settings, read_dynamic(settings) if settings.get("quant_method") in BY_MODULE else ModuleRules()
+
+
+def _refuse(settings: Mapping[str, Any], plugins: Collection[str] = (), where: str = "") -> UnsupportedModelError:
+    """The error for settings that nothing reads; `where` says of which modules they are."""
+    of_plugins = f"; of plugins: {', '.join(map(repr, sorted(plugins)))}" if plugins else ""
+    stated = ", ".join(f"{k} = {settings[k]!r}" for k in SHOWN_SETTINGS if settings.get(k) is not None)
+    return UnsupportedModelError(
+        f"Quantization method {settings.get('quant_method')!r}{' with ' if stated else ''}{stated}{where} is not "
+        "implemented, or not with these settings.",
+        there_is="'fp8' with weight_block_size [128, 128] or a scale a tensor; 'fbgemm_fp8'; 'compressed-tensors' "
+        "with FP8 weights in blocks of [128, 128] or with a scale a tensor or channel, or with integers of 4 or "
+        "8 bits, or nvfp4, mxfp4, mxfp8; 'gptq' of 4 or 8 bits; 'awq' (gemm) of 4; 'auto-round' in their packings; "
+        "'modelopt' of FP8, NVFP4, W4A16_NVFP4, MXFP4, MXFP8. Integers have a scale a row or 128 columns, those of 4 "
+        f"bits also 64 or 32; 'mxfp4' as gpt-oss has it{of_plugins}",
+        remedy="load an unquantized checkpoint, or add a plugin that registers the format",
+    )
+
+
 def find_stored_format(settings: Mapping[str, Any]) -> str:
     """The one weight format that a checkpoint's settings state; "" if core reads none from them."""
-    found = _find_scheme(settings)
+    settings, rules = _settle(settings, None)
+    found = None if rules else find_scheme(settings)
     return "" if found is None else found.format
-
-
-def _find_scheme(settings: Mapping[str, Any]) -> QuantScheme | None:
-    known: Mapping[str, Callable[[Mapping[str, Any]], QuantScheme | None]] = {
-        "fp8": _fp8,
-        "compressed-tensors": _read_compressed,
-        "fbgemm_fp8": lambda s: QuantScheme("fp8_row", FP8_ROWS),
-        "gptq": read_gptq,
-        "awq": read_awq,
-        "modelopt": _modelopt,
-    }
-    method = settings.get("quant_method")
-    return known[method](settings) if isinstance(method, str) and method in known else None
 
 
 def _has_scales(name: str, names: Collection[str], packed: IntegerPacking | None) -> bool:
@@ -233,34 +245,6 @@ SHOWN_SETTINGS = (
 """Settings that an error message repeats."""
 
 
-def _fp8(settings: Mapping[str, Any]) -> QuantScheme | None:
-    block, scheme = settings.get("weight_block_size") or [], settings.get("activation_scheme")
-    if block in (BLOCK, tuple(BLOCK)):
-        return QuantScheme("fp8_block", FP8_BLOCKS if scheme == "dynamic" else None)
-    return None if block else QuantScheme("fp8_row", {"dynamic": FP8_ROWS, "static": FP8_STATIC}.get(str(scheme)))
-
-
-def _modelopt(settings: Mapping[str, Any]) -> QuantScheme | None:
-    """ModelOpt with one `quant_algo` for all modules; those that are excluded the tensors' names show."""
-    algo = settings.get("quant_algo")
-    if algo == "FP8":
-        return QuantScheme("fp8_row", FP8_STATIC)
-    if not isinstance(algo, str) or algo not in MODELOPT:
-        return None
-    if settings.get("group_size") not in (None, FORMATS[MODELOPT[algo][0]][2][1]):
-        return None
-    return QuantScheme(MODELOPT[algo][0], skipped_quant=MODELOPT[algo][1])
-
-
-def _read_compressed(settings: Mapping[str, Any]) -> QuantScheme | None:
-    """compressed-tensors with FP8, FP4 or integers; all groups must be alike."""
-    groups = settings.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
-        return None
-    found = {_group(group, settings) for group in groups.values()}
-    return found.pop() if len(found) == 1 else None
-
-
 def _read_mixed(settings: Mapping[str, Any], names: Collection[str] | None) -> QuantFormats | None:
     """The formats of compressed-tensors whose groups differ; None if they are alike, or cannot be read together: with a
     format that several groups use with other activations."""
@@ -272,7 +256,7 @@ def _read_mixed(settings: Mapping[str, Any], names: Collection[str] | None) -> Q
         stated = (
             {**settings, "format": group.get("format") or settings.get("format")} if isinstance(group, Mapping) else {}
         )
-        targets, found = list_targets(group) if stated else None, _group(group, stated)
+        targets, found = list_targets(group) if stated else None, read_group(group, stated)
         if targets is None or found is None:
             return None
         schemes.append((targets, found))
@@ -280,10 +264,52 @@ def _read_mixed(settings: Mapping[str, Any], names: Collection[str] | None) -> Q
     quants = {(scheme.format, scheme.activation_quant) for scheme in each}
     if len(each) < 2 or len({format for format, _ in quants}) < len(quants):
         return None
+    return _of_schemes(settings, each, find_group(schemes), names)
+
+
+def _read_by_module(settings: Mapping[str, Any], rules: ModuleRules, names: Collection[str] | None) -> QuantFormats:
+    """The formats of GPTQ's or AWQ's modules some of which have settings of their own.
+
+    Raises:
+        UnsupportedModelError: modules have settings that are not read; only those that modules have are needed.
+    """
+    made: dict[Rule | None, QuantScheme] = {}
+    find = cache(rules.find)  # a model of experts has thousands of modules, and settings hundreds of expressions
+
+    def scheme_of(name: str) -> QuantScheme | None:
+        rule = find(name.removesuffix(WEIGHT))
+        return None if rule is not None and rule.changes is None else made.get(rule)
+
+    modules = [name.removesuffix(PACKED) for name in names or () if name.endswith(PACKED)]
+    for rule in dict.fromkeys([None, *rules] if names is None else map(find, modules)):
+        if rule is not None and rule.changes is None:
+            continue
+        changes = rule.changes or {} if rule is not None else {}
+        check_instructions(str(settings.get("quant_method")), changes)
+        found = find_scheme({**settings, **changes})
+        if found is None:
+            raise _refuse({**settings, **changes}, where="" if rule is None else f" by {rule.text}")
+        made[rule] = found
+    return _of_schemes(settings, set(made.values()), scheme_of, names)
+
+
+def _of_schemes(
+    settings: Mapping[str, Any],
+    each: Collection[QuantScheme],
+    scheme_of: Callable[[str], QuantScheme | None],
+    names: Collection[str] | None,
+) -> QuantFormats:
+    """The formats of a checkpoint whose weights have several schemes.
+
+    Args:
+        settings: say which modules are excluded.
+        each: all schemes.
+        scheme_of: a weight's name -> its scheme; None: it is not quantized.
+        names: as of `read_quant_config`.
+    """
     for scheme in each:
         _warn_of_skipped(scheme)
         warn_of_expansion(scheme.packed)
-    scheme_of = find_group(schemes)
 
     def format_of(name: str) -> str:
         scheme = scheme_of(name)
@@ -292,11 +318,11 @@ def _read_mixed(settings: Mapping[str, Any], names: Collection[str] | None) -> Q
         if names is None:
             there = _is_projection(name)
         else:
-            is_packed = scheme.format in MICROSCALED and name.removesuffix(WEIGHT) + PACKED in names
+            is_packed = scheme.format in MICROSCALED and name.removesuffix(WEIGHT) + PACKED_FP4 in names
             there = is_packed or _has_scales(name, names, scheme.packed)
         return scheme.format if there else PLAIN
 
-    microscaled = {format: MICROSCALED[format] for format, _ in quants if format in MICROSCALED}
+    microscaled = {scheme.format: MICROSCALED[scheme.format] for scheme in each if scheme.format in MICROSCALED}
     blocks = {
         name: plugged.shape
         for format, plugged in microscaled.items()
@@ -315,55 +341,6 @@ def _read_mixed(settings: Mapping[str, Any], names: Collection[str] | None) -> Q
         scheme = scheme_of(module + WEIGHT)
         return scheme is not None and scheme.packed == packed
 
-    activations = {format: quant for format, quant in quants if quant is not None}
+    quants = {scheme.format: scheme.activation_quant for scheme in each if scheme.activation_quant is not None}
     readers = {**READERS, **{format: plugged.read for format, plugged in microscaled.items()}}
-    return QuantFormats(format_of, activations, readers, UNREAD, shown=view)
-
-
-def _group(group: Any, settings: Mapping[str, Any]) -> QuantScheme | None:
-    if not isinstance(group, Mapping):
-        return None
-    weights, inputs = group.get("weights"), group.get("input_activations")
-    if (microscaled := find_compressed(group, settings)) is not None:
-        return QuantScheme(microscaled[0], skipped_quant=microscaled[1])
-    if isinstance(weights, Mapping) and weights.get("type") == "int":
-        return _integer_group(weights, inputs, settings)
-    if not _is_fp8(weights) or not (inputs is None or _is_fp8(inputs)):
-        return None
-    strategy, dynamic = weights.get("strategy"), inputs is None or inputs.get("dynamic") is True
-    if inputs is not None and not dynamic and (inputs.get("dynamic") or inputs.get("strategy", "tensor") != "tensor"):
-        return None
-    if strategy != "block" and inputs is not None and inputs.get("strategy") == "group":
-        return None
-    if strategy == "block":
-        quant = FP8_BLOCKS if inputs is not None and dynamic else None
-        return QuantScheme("fp8_block", quant) if weights.get("block_structure") in (BLOCK, tuple(BLOCK)) else None
-    quant = None if inputs is None else FP8_ROWS if dynamic else FP8_STATIC
-    return QuantScheme("fp8_row", quant) if strategy in ("tensor", "channel") else None
-
-
-def _integer_group(weights: Mapping[str, Any], inputs: Any, settings: Mapping[str, Any]) -> QuantScheme | None:
-    """Integers; activations are quantized per row, or not at all if the config requests a form that no kernel has."""
-    if settings.get("format") not in DENSE:
-        return None
-    if inputs is not None and (not isinstance(inputs, Mapping) or (inputs.get("type"), inputs.get("num_bits")) != INT8):
-        return None
-    strategy = weights.get("strategy")
-    if strategy not in ("tensor", "channel", "group"):
-        return None
-    group = weights.get("group_size", 0) if strategy == "group" else None
-    bits, symmetric = weights.get("num_bits"), weights.get("symmetric", True)
-    is_scattered = weights.get("actorder") in ("group", "dynamic", True)
-    found = find_integers("compressed-tensors", bits, group, symmetric, is_scattered=is_scattered)
-    if found is not None and found.packed is not None and found.packed.expands:
-        return found if settings.get("format") == "pack-quantized" else None
-    if found is None or bits != 8 or found.format != "int8_row" or inputs is None:
-        return found
-    dynamic = inputs.get("dynamic") is True and inputs.get("symmetric", True)
-    return replace(found, activation_quant=ActivationQuant("int8") if dynamic else None)
-
-
-def _is_fp8(numbers: Any) -> TypeGuard[Mapping[str, Any]]:
-    if not isinstance(numbers, Mapping) or numbers.get("symmetric") is False:
-        return False
-    return (numbers.get("type"), numbers.get("num_bits")) == ("float", 8)
+    return QuantFormats(format_of, quants, readers, UNREAD, shown=view)

@@ -9,6 +9,7 @@ import torch
 
 from inferplane.binding import TensorSource
 from inferplane.errors import CheckpointError
+from inferplane.quant.column_order import find_chunk_groups
 from inferplane.types import Shard
 
 WEIGHT = ".weight"
@@ -25,7 +26,8 @@ class IntegerPacking:
         method: "compressed-tensors", "gptq" or "awq": which tensors there are, and which dimension is packed.
         bits: bits per entry, 4 or 8.
         group: columns that share a scale; 0: the whole row.
-        symmetric: the zero point is the middle of the range, and stored zero points are ignored.
+        symmetric: the zero point is the middle of the range. Stored zero points of GPTQ are ignored, since its writers
+            disagree about them; those of AWQ have to be the middle.
         less_one: stored zero points are 1 too small (GPTQ, except its format "gptq_v2").
         scale_repeats: how many times each scale is shown, for a format of narrower groups.
         expands: weights are shown dequantized (`expand`), because no format holds them: of scattered columns, or of 8
@@ -105,7 +107,7 @@ class UnpackedSource:
     def dtype(self, name: str) -> torch.dtype | None:
         """See `TensorSource.dtype`."""
         if module := self._module(name, WEIGHT):
-            return self.source.dtype(self._scale_name(module)) if self.packed.expands else torch.int8
+            return torch.float32 if self.packed.expands else torch.int8  # a product of integer and scale is not rounded
         if self._makes_scales and (module := self._module(name, SCALE)):
             return self.source.dtype(self._scale_name(module))
         return self.source.dtype(name)
@@ -114,9 +116,12 @@ class UnpackedSource:
         """See `TensorSource.read_into`."""
         if module := self._module(name, WEIGHT):
             values = self._expand(module) if self.packed.expands else self._values(module)
-        elif self._makes_scales and (module := self._module(name, SCALE)):
+        elif (module := self._module(name, SCALE)) and (self._makes_scales or self._has_order(module)):
             values = self._read(self._scale_name(module), out.dtype)
             values = values.t() if self._transposed else values
+            by_group = values.ndim == 2 and not self.packed.expands
+            order = self._find_order(module, values.shape[1]) if by_group else None
+            values = values if order is None else values[:, order]
             if self.packed.scale_repeats > 1:
                 count = self._count_scales(module, values.shape[1])
                 values = values.repeat_interleave(self.packed.scale_repeats, 1)[:, :count]
@@ -185,11 +190,14 @@ class UnpackedSource:
     def _values(self, module: str) -> torch.Tensor:
         """int8 `[N, K]`: entries minus their zero points."""
         p, (n, k) = self.packed, self._shape(module)
-        self._check_order(module, k)
         unsigned = self._read_entries(module, k)
         if p.symmetric:
+            if p.method == "awq":
+                self._check_middle(module, n, k)
             return (unsigned ^ 128).view(torch.int8) if p.bits == 8 else unsigned.contiguous().view(torch.int8) - 8
         zeros, width = self._zeros(module, n, k), p.group or k
+        order = self._find_order(module, zeros.shape[1])
+        zeros = zeros if order is None else zeros[:, order]
         values = unsigned.contiguous().view(torch.int8)  # of 4 bits
         for group, columns in enumerate(values.split(width, 1)):
             columns.sub_(zeros[:, group, None])
@@ -251,18 +259,38 @@ class UnpackedSource:
             return zeros + 1 if p.less_one else zeros  # 255 and 1 are 0
         return (zeros + 1) & 15 if p.less_one else zeros
 
-    def _check_order(self, module: str, k: int) -> None:
-        """Check that each scale belongs to adjacent columns; GPTQ's activation order may have scattered them."""
-        name = module + self.packed.parts[3]
-        if self.source.shape(name) is None:
-            return
-        have, width = self._read(name, torch.int64), self.packed.group or k
-        if not torch.equal(have, torch.arange(k) // width):
+    def _check_middle(self, module: str, n: int, k: int) -> None:
+        """Check that all stored zero points are the middle of the range."""
+        zeros = self._zeros(module, n, k)
+        other = zeros[zeros != 8]
+        if len(other):
+            raise CheckpointError(
+                f"{module}{self.packed.parts[2]} has zero points such as {int(other[0])}, and the config says that all "
+                "are 8 (zero_point false).",
+                remedy="set zero_point to true in the config if the model was quantized with zero points",
+            )
+
+    def _has_order(self, module: str) -> bool:
+        """Whether the groups of a module's columns are stored."""
+        return self.source.shape(module + self.packed.parts[3]) is not None
+
+    def _find_order(self, module: str, groups: int) -> torch.Tensor | None:
+        """int64: the group of each chunk of adjacent columns, which share a scale; None: they are in order."""
+        name, k = module + self.packed.parts[3], self._shape(module)[1]
+        width = self.packed.group or k
+        if not self._has_order(module):
+            return None
+        found = find_chunk_groups(self._find_groups(module, k), width)
+        if found is None:
             raise CheckpointError(
                 f"{name}: columns that share a scale are not adjacent (desc_act, or actorder 'group').",
                 there_is=f"weights with scales of {width} adjacent columns",
                 remedy="quantize the model with desc_act = false, or with actorder 'static' or 'weight'",
             )
+        if len(found) != groups or int(found.max()) >= groups:
+            what = f"has {len(found)} chunks of columns of groups up to {int(found.max())}"
+            raise self._make_error(name, f"{what}, and there are {groups} scales a row")
+        return None if torch.equal(found, torch.arange(groups)) else found
 
     def _read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         shape = self.source.shape(name)

@@ -373,6 +373,12 @@ def test_a_wrong_token(server, settings):
             CheckpointError,
             r"pickles alone.*pytorch_model\.bin, which may",
         ),
+        (
+            {**SMALL, "model.pdiparams": b"x", "model.json": b"{}"},
+            CheckpointError,
+            r"org/plain has no \*\.safetensors, but model\.pdiparams, model\.json: weights.*fetch config\.json",
+        ),
+        ({"model_state.pdparams": b"x"}, CheckpointError, r"but model_state\.pdparams: a pickle of Paddle's"),
         ({"a-Q4_K_M.gguf": b"x", "a-Q8_0.gguf": b"x"}, UsageError, "may be 2 GGUF models: a-Q4_K_M, a-Q8_0"),
         ({**SMALL}, CheckpointError, "has no weights"),
         ({"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"}, CheckpointError, "but a LoRA adapter"),

@@ -196,6 +196,13 @@ MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP
         ("quantize_config.json", GPTQ, "int4_group"),
         ("quantize_config.json", {**GPTQ, "quant_method": "gptq", "bits": 8}, "int8_group"),
         ("quant_config.json", AWQ, "int8_group"),
+        ("quant_config.json", {**GPTQ, "group_size": 32}, "int4_group32"),
+        ("quantize_config.json", AWQ, "int8_group"),
+        ("quantize_config.json", {"zero_point": True, "group_size": 64, "bits": 4}, "int8_group32"),
+        ("quantize_config.json", {"quant_method": "awq", "bits": 4, "group_size": 128}, "int8_group"),
+        ("quantize_config.json", {"method": "awq", "format": "gemm", "bits": 4, "group_size": 32}, "int8_group32"),
+        ("quantize_config.json", {"wbits": 8, "group_size": 128}, "int8_group"),
+        ("config.json", {"quantization_config": AWQ}, "int8_group"),
         ("hf_quant_config.json", MODELOPT, "fp8_row"),
         ("config.json", {"compression_config": PACKED}, "int4_group"),
         ("config.json", {"quantization_config": PACKED}, "int4_group"),
@@ -204,14 +211,11 @@ MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP
 def test_settings_in_any_file(file, entries, format, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     (tmp_path / file).write_text(json.dumps(entries))
-    found = read_quant_config(Config.read(tmp_path).get("quantization_config"), None)
+    settings = Config.read(tmp_path).get("quantization_config")
+    found = read_quant_config(settings, None)
     assert found.format_of("model.layers.0.mlp.up_proj.weight") == format
-
-
-def test_the_configs_own_settings_count(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": PACKED}))
-    (tmp_path / "quantize_config.json").write_text(json.dumps({**GPTQ, "bits": 3}))
-    assert Config.read(tmp_path)["quantization_config"] == PACKED
+    if "zero_point" in entries or "awq" in entries.values():
+        assert found.packed is not None and found.packed.method == "awq"
 
 
 @pytest.mark.parametrize("algo", ["NVFP4_AWQ", "W4A8_AWQ", "FP8_PB_WO", None])

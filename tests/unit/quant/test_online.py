@@ -25,7 +25,7 @@ from inferplane.quant.online import (
     quantize_on_load,
     takes_as_stored,
 )
-from inferplane.quant.stored import FP8_BLOCKS
+from inferplane.quant.schemes import FP8_BLOCKS
 from inferplane.types import ActivationQuant, Features, QTensor, Shard
 from inferplane_cpu.native import instruction_sets
 from tests.e2e.tiny_models import deepseek_config, llama_config, random_model

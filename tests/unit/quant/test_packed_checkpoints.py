@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from inferplane import LLM
 from inferplane.binding import DictSource
-from inferplane.engine import InferplaneWarning
+from inferplane.engine import InferplaneWarning, ModelFiles, RunnerOptions
+from inferplane.engine.runner.exports.export import export_model
 from inferplane.errors import CheckpointError, UnsupportedModelError
-from inferplane.quant import read_integers, read_quant_config
+from inferplane.plugins import host
+from inferplane.quant import read_integers, read_quant_config, settle_order
 from inferplane.types import Shard
 from inferplane_cpu.native import instruction_sets
 from tests.e2e.tiny_models import deepseek_config, llama_config, random_model
@@ -71,7 +74,7 @@ def config(method, bits, group, symmetric):
         groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
         return {"quant_method": method, "format": "pack-quantized", "config_groups": groups}
     both = {"quant_method": method, "bits": bits, "group_size": group or -1}
-    return {**both, "zero_point": True, "version": "gemm"} if method == "awq" else {**both, "sym": symmetric}
+    return {**both, "zero_point": not symmetric, "version": "gemm"} if method == "awq" else {**both, "sym": symmetric}
 
 
 FORMS = [
@@ -96,6 +99,9 @@ FORMS = [
     ("gptq", 8, 0, True, "int8_row"),
     ("awq", 4, 128, False, "int8_group"),
     ("awq", 4, 0, False, "int8_row"),
+    ("awq", 4, 128, True, "int4_group"),
+    ("awq", 4, 32, True, "int4_group32"),
+    ("awq", 4, 0, True, "int4_row"),
 ]
 
 
@@ -147,6 +153,24 @@ def test_how_gptq_counts_zero_points(form):
     assert torch.equal(read(found, tensors, "a.weight").dequantize(), value(codes, scale, None, 4, 128))
 
 
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda zeros: zeros + 1, "zero points such as 9, .*zero_point false.*set zero_point to true"),
+        (None, "not zero"),
+    ],
+)
+def test_zero_points_of_awq_that_the_config_denies(change, match):
+    tensors = packed("awq", "a", *drawn(16, 256, 4, 128, symmetric=True), 4, 128)
+    found = read_quant_config(config("awq", 4, 128, True), set(tensors))
+    read(found, tensors, "a.weight")
+    zeros = tensors.pop("a.qzeros")
+    if change is not None:
+        tensors["a.qzeros"] = change(zeros)
+    with pytest.raises(CheckpointError, match=match):
+        read(found, tensors, "a.weight")
+
+
 BYTES = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
@@ -190,11 +214,11 @@ def test_how_activations_are_coded(settings, act):
         {"quant_method": "gptq", "bits": 4, "group_size": "128"},
         {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": False},
         {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"},
-        {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"+:.*down.*": {"bits": 8}}},
         {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"},
         {"quant_method": "awq", "bits": 4, "group_size": 16},
         {"quant_method": "awq", "bits": 8, "group_size": 128},
-        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": False},
+        {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": False},
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": False, "version": "gemv"},
         {**config("compressed-tensors", 4, 128, True), "format": "marlin-24"},
         whole_bytes(symmetric=False),
         whole_bytes(num_bits=6),
@@ -224,8 +248,9 @@ ODD = [
     ({"scale": None}, "no weight of 8 bits as the config says"),
     ({"zero": lambda t: t[:1]}, "not zero points"),
     ({"zero": None}, "not zero points"),
-    ({"order": lambda t: t.flip(0)}, "desc_act"),
-    ({"order": lambda t: t[:-1]}, "desc_act"),
+    ({"order": lambda t: t.roll(1)}, "desc_act"),
+    ({"order": lambda t: t[:-1]}, "not a group for each of 256 columns"),
+    ({"order": lambda t: t * 2}, "groups up to 2, and there are 2 scales a row"),
 ]
 
 
@@ -275,13 +300,30 @@ WHOLE = [
     ("gptq", 4, 128, True),
     ("gptq", 4, 32, True),
     ("awq", 4, 128, False),
+    ("awq", 4, 32, True),
     ("compressed-tensors", 4, 32, True),
     ("compressed-tensors", 4, 128, False),
     ("compressed-tensors", 8, 0, True),
 ]
 
 
-def two_folders(tmp_path, model, method, bits, group, symmetric):
+def ordered(settings, scattered=True):
+    """Settings that say that columns are in the order of activations."""
+    if scattered and settings["quant_method"] == "gptq":
+        settings["desc_act"] = True
+    elif scattered:
+        settings["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    return settings
+
+
+def scatter(method, module, k, group):
+    """The groups of columns as activation order leaves them, and the tensor and settings that say so."""
+    order = torch.randperm(k, generator=torch.Generator().manual_seed(k)) // group
+    name = f"{module}.g_idx" if method == "gptq" else f"{module}.weight_g_idx"
+    return order, {name: order.int()}
+
+
+def two_folders(tmp_path, model, method, bits, group, symmetric, scattered=False):
     """One model twice: quantized, and with the values that this leaves."""
     paths = tmp_path / "quantized", tmp_path / "plain"
     for path in paths:
@@ -297,11 +339,15 @@ def two_folders(tmp_path, model, method, bits, group, symmetric):
         scale = (scale / 2**bits).half().float()
         quantized |= packed(method, name.removesuffix(".weight"), codes, scale, zero, bits, group)
         plain[name], count = value(codes, scale, zero, bits, group), count + 1
+        if scattered:
+            order, more = scatter(method, name.removesuffix(".weight"), k, group)
+            middle = torch.full_like(scale, 2 ** (bits - 1)) if zero is None else zero.float()
+            quantized, plain[name] = quantized | more, (codes.float() - middle[:, order]) * scale[:, order]
     assert count > 8
     for path, found in zip(paths, (quantized, plain), strict=True):
         save_file(found, path / "model.safetensors")
     settings = json.loads((paths[0] / "config.json").read_text())
-    settings["quantization_config"] = config(method, bits, group, symmetric)
+    settings["quantization_config"] = ordered(config(method, bits, group, symmetric), scattered)
     (paths[0] / "config.json").write_text(json.dumps(settings))
     return paths
 
@@ -430,6 +476,76 @@ def test_a_scale_a_row_has_no_order():
     tensors = packed("gptq", "a", *drawn(24, 256, 4, 0, symmetric=True), 4, 0)
     found = read_quant_config({**config("gptq", 4, 0, True), "desc_act": True}, set(tensors))
     assert found.format_of("a.weight") == "int4_row"
+
+
+ORDERS = [torch.arange(4), torch.tensor([2, 0, 3, 1]), torch.tensor([1, 1, 3, 0])]
+"""Groups of four chunks of adjacent columns."""
+
+
+@pytest.mark.parametrize("chunks", ORDERS)
+@pytest.mark.parametrize(
+    ("method", "bits", "group", "symmetric"),
+    [
+        ("gptq", 4, 128, True),
+        ("gptq", 4, 64, False),
+        ("gptq", 4, 32, False),
+        ("gptq", 8, 128, True),
+        ("compressed-tensors", 4, 32, True),
+        ("compressed-tensors", 4, 128, False),
+    ],
+)
+def test_an_order_of_whole_groups_is_not_expanded(method, bits, group, symmetric, chunks):
+    codes, scale, zero = drawn(24, 4 * group, bits, group, symmetric=symmetric)
+    tensors = packed(method, "a", codes, scale, zero, bits, group)
+    order = chunks.repeat_interleave(group)
+    tensors["a.g_idx" if method == "gptq" else "a.weight_g_idx"] = order.int()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        settings = settle_order(ordered(config(method, bits, group, symmetric)), DictSource(tensors))
+        found = read_quant_config(settings, set(tensors))
+    middle = torch.full_like(scale, 2 ** (bits - 1)) if zero is None else zero.float()
+    want = (codes.float() - middle[:, order]) * scale[:, order]
+    assert found.format_of("a.weight") == read_quant_config(config(method, bits, group, symmetric), None).format_of(
+        "model.layers.0.mlp.up_proj.weight"
+    )
+    assert torch.equal(read(found, tensors, "a.weight").dequantize(), want)
+    assert torch.equal(read(found, tensors, "a.weight", Shard(1, 1, 2)).dequantize(), want.chunk(2, 1)[1])
+
+
+def test_an_order_counts_if_any_module_has_it():
+    settings = {**ordered(config("gptq", 4, 128, True)), "dynamic": {"+:b": {"desc_act": True}, "-:c": {}}}
+    tensors = packed("gptq", "a", *drawn(24, 256, 4, 128, symmetric=True), 4, 128)
+    settled = settle_order(settings, DictSource(tensors))
+    assert settled["desc_act"] is False and settled["dynamic"]["+:b"] == {"desc_act": False}
+    scattered = torch.arange(256) % 2
+    for broken in (scattered.int(), scattered.float(), torch.zeros(2, 2).int(), torch.zeros(3).int()):
+        assert (
+            settle_order(settings, DictSource({**tensors, "b.g_idx": broken, "b.scales": torch.ones(2, 8)})) is settings
+        )
+    assert settle_order(settings, DictSource({**tensors, "b.g_idx": scattered.int()})) is settings
+    for plain in (None, [], config("gptq", 4, 128, True), whole_bytes()):
+        assert settle_order(plain, DictSource(tensors)) is plain
+
+
+@pytest.mark.parametrize("method", ["gptq", "compressed-tensors"])
+def test_a_model_with_static_groups_keeps_its_bits(method, tmp_path):
+    """Also as an export, which has no columns to look at; and beside the exporter's own file of settings."""
+    quantized, plain = two_folders(tmp_path, "llama", method, 4, 32, True)
+    settings = json.loads((quantized / "config.json").read_text())
+    stated = ordered(settings["quantization_config"])
+    (quantized / "config.json").write_text(json.dumps(settings))
+    (quantized / "quantization_config.json").write_text(json.dumps(stated))
+    export_model(ModelFiles(quantized), host(), "cpu", RunnerOptions(dtype="float32"), tmp_path / "export")
+    logits = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*expanded to 16 bits")
+        for path in (quantized, plain, tmp_path / "export"):
+            with LLM(path, device="cpu", dtype="float32") as llm:
+                formats = {w.format for w in llm.runner.plan.weights.values()}
+                assert ("int4_group32" in formats) == (path != plain)
+                logits.append(llm.logits([list(range(1, 40))])[0])
+    assert logits[1].std() > 0.01 and (logits[0] - logits[1]).abs().max() <= 1e-4 * logits[1].abs().max()
+    assert torch.equal(logits[0], logits[2])
 
 
 @pytest.mark.parametrize(

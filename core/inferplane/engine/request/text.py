@@ -211,7 +211,7 @@ def end_ids(folder: Path) -> frozenset[int]:
     Raises:
         CheckpointError: config.json cannot be read.
     """
-    from inferplane.models.reading.config import read_object
+    from inferplane.models.reading.json_object import read_object
 
     found: set[int] = set()
     vocab = None

@@ -98,7 +98,7 @@ def _from_file(folder: Path) -> Any:
 
 def _settings(folder: Path) -> Mapping[str, Any]:
     """The entries of tokenizer_config.json; empty without one."""
-    from inferplane.models.reading.config import read_object
+    from inferplane.models.reading.json_object import read_object
 
     path = folder / SETTINGS[0]
     return read_object(path) if path.is_file() else {}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from inferplane.errors import CheckpointError, UsageError
 from inferplane.gguf.opened import GGUFModel, find_file, find_planned_ranges
 from inferplane.hub import FORMS, locate, near_short_names, parse_name
+from inferplane.hub.paddle_files import is_paddle_file, refuse_paddle_files
 from inferplane.hub.repository import has_vocabulary
 from inferplane.models import Config, SafetensorsFolder, as_config, constructor, settle_architecture
 from inferplane.models.exported import Manifest
@@ -18,6 +19,7 @@ from inferplane.models.reading.gguf_source import GGUFSource
 from inferplane.models.reading.names import canonical_names, settle_head
 from inferplane.models.reading.normalize import complaints
 from inferplane.plugins import host
+from inferplane.quant import settle_order
 
 LOCK = "lock.json"
 DEMO = "demo"
@@ -77,6 +79,8 @@ class ModelFiles:
                     self.config["quantization_config"] = packed
                 return
             self._folder = path
+            if path.is_file() and (refused := refuse_paddle_files(self.name, [path.name])) is not None:
+                raise refused
             if not path.is_dir():
                 if model in SHIPPED:
                     tool = "train_demo.py" if model == DEMO else "train_drafts.py"
@@ -125,8 +129,10 @@ class ModelFiles:
         return self.folder is not None and has_vocabulary(self.folder)
 
     def _has_pickled(self) -> bool:
-        """Whether the folder holds weights in pickled files, which are never read."""
-        return self._folder is not None and any(p.suffix in (".bin", ".pt", ".pth") for p in self._folder.iterdir())
+        """Whether the folder holds weights in pickled files, which are never read, or in Paddle's own form."""
+        if self._folder is None:
+            return False
+        return any(p.suffix in (".bin", ".pt", ".pth") or is_paddle_file(p.name) for p in self._folder.iterdir())
 
     def source(self) -> SafetensorsFolder | GGUFSource:
         """The checkpoint's tensors, to be read by name; opened, and their headers read, at the first call.
@@ -150,8 +156,18 @@ class ModelFiles:
         return self._source
 
     def config_of_tensors(self) -> Config:
-        """The config, with its output head tied to the embedding or not as the tensors have it (`settle_head`)."""
-        return self.config if self.exported is not None else settle_head(self.config, self.source())
+        """The config, with its output head tied to the embedding or not as the tensors have it (`settle_head`), and
+        without an order of columns that they do not have (`settle_order`)."""
+        if self.exported is not None:
+            return self.config
+        config, stated = settle_head(self.config, self.source()), self.config.get("quantization_config")
+        settled = self._settled_order
+        return config if settled is stated else Config({**config, "quantization_config": settled}, config.name)
+
+    @cached_property
+    def _settled_order(self) -> Any:
+        """The config's quantization settings, as the tensors have them."""
+        return settle_order(self.config.get("quantization_config"), self.source())
 
     def complaints(self) -> tuple[str, ...]:
         """Warnings about the config and, once `source` has opened them, the tensors' files; a sentence each."""

@@ -115,7 +115,8 @@ class PlannedModel(DeviceModel):
 
     def bind(self, *, assumed: bool) -> None:
         """Build the model's tree of ops, and choose a kernel for each: sets `model`, `plan`, `ignored` (tensors not to
-        read) and the weight readers. Reads the names of tensors, not their data.
+        read) and the weight readers. Reads the names of tensors, not their data, but for an order of columns that the
+        config states.
 
         Args:
             assumed: the device is not here (`explain` for another machine): its kernels are assumed to be available.

@@ -12,7 +12,7 @@ from typing import Any
 
 from inferplane.errors import CheckpointError, UsageError
 from inferplane.files import AGAIN
-from inferplane.models.reading.config import read_object
+from inferplane.models.reading.json_object import read_object
 
 MANIFEST = "export.json"
 SCHEMA = 1

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from inferplane.errors import CheckpointError, first_of
+from inferplane.hub.paddle_files import refuse_paddle_folder
 from inferplane.models.reading.entries import EntriesByName
 from inferplane.models.reading.file_reader import FileReader
 from inferplane.models.reading.json_scanner import reporting_read_errors
@@ -148,6 +149,8 @@ class SafetensorsFolder(EntriesByName[Entry]):
             return [self.folder / SINGLE]
         files = sorted(self.folder.glob(f"*{SUFFIX}"))
         files = [f for f in files if not f.name.startswith("consolidated")] or files  # Mistral's own, of the same model
+        if not files and (refused := refuse_paddle_folder(self.folder)) is not None:
+            raise refused
         if not files:
             others = sorted(p.name for p in self.folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".pkl"))
             raise CheckpointError(

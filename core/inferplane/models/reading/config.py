@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -10,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from inferplane.errors import CheckpointError, UnsupportedModelError, UsageError
-from inferplane.files import AGAIN
-from inferplane.models.reading.json_scanner import read_text
+from inferplane.hub.paddle_files import refuse_paddle_folder
+from inferplane.models.reading.json_object import read_object
 from inferplane.models.reading.mistral_format import PARAMS, config_entries, has_mistral_format
 from inferplane.models.reading.normalize import normalize
+from inferplane.models.reading.quant_files import settle_quantization
 
 _REMEDY = "correct the entry, or fetch the file again"
-MAX_CONFIG_BYTES = 2**20
-"""Largest config that is read: several times the size of the longest published ones."""
 MAX_SIZE = 2**31
 MAX_SIZES = {
     "num_hidden_layers": 4096,
@@ -47,21 +45,6 @@ OTHER_KINDS = (
 """What a folder without a config may be, by a file's name: words for the error, and what to do."""
 
 
-def read_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """Read the entries of a JSON file of at most `max_bytes`.
-
-    Raises:
-        CheckpointError: the file is not a regular file, too large, or holds no JSON object.
-    """
-    try:
-        entries = json.loads(read_text(path, max_bytes))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}.", remedy=AGAIN) from error
-    if not isinstance(entries, dict):
-        raise CheckpointError(f"{path} holds no JSON object.", remedy=AGAIN)
-    return entries
-
-
 class Config(dict[str, Any]):
     """The entries of a config.json, in one spelling and with the defaults of its family (`normalize`).
 
@@ -83,21 +66,20 @@ class Config(dict[str, Any]):
         """Read `config.json` in a folder, or Mistral's `params.json`.
 
         Raises:
-            CheckpointError: there is none, or it is not a JSON object.
+            CheckpointError: there is none, it is not a JSON object, or files beside it state another quantization.
         """
         path = Path(folder) / "config.json"
         if not os.path.lexists(path) and has_mistral_format(path.parent):
             path = path.parent / PARAMS
             return cls(config_entries(read_object(path), str(path)), str(path))
         if not os.path.lexists(path):
+            if (refused := refuse_paddle_folder(path.parent)) is not None:
+                raise refused
             what, remedy = next((words for name, *words in OTHER_KINDS if any(Path(folder).glob(name))), ("", ""))
             raise CheckpointError(
                 f"{folder} holds no config.json{what}.", remedy=remedy or "point to a folder in the Hugging Face layout"
             )
-        entries = read_object(path)
-        if entries.get("quantization_config") is None and entries.get("compression_config") is None:
-            entries |= _quantization_beside(path.parent)
-        return cls(entries, str(path))
+        return cls(settle_quantization(read_object(path), path.parent, str(path)), str(path))
 
     def need(self, key: str) -> Any:
         """The value of `key`.
@@ -331,21 +313,6 @@ class Config(dict[str, Any]):
         if context is None or not is_number(context):
             return stated
         return max(stated, int(min(context * factor, MAX_SIZES["max_position_embeddings"])))
-
-
-AWQ_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
-
-
-def _quantization_beside(folder: Path) -> dict[str, Any]:
-    """The `quantization_config` that some tools write into a file of its own; empty if there is none."""
-    for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
-        if os.path.lexists(folder / name):
-            entries = {AWQ_NAMES.get(key, key): value for key, value in read_object(folder / name).items()}
-            return {"quantization_config": {"quant_method": method, **entries}}
-    if os.path.lexists(path := folder / "hf_quant_config.json"):
-        inner = read_object(path).get("quantization")
-        return {"quantization_config": {"quant_method": "modelopt", **(inner if isinstance(inner, dict) else {})}}
-    return {}
 
 
 def as_config(source: Any) -> Config:

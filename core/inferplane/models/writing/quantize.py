@@ -20,6 +20,7 @@ from inferplane.errors import CapacityError, CheckpointError, InferplaneError, U
 from inferplane.models.build import Build
 from inferplane.models.reading.config import Config
 from inferplane.models.reading.normalize import SPELLINGS, TEXT_PART_OF
+from inferplane.models.reading.quant_files import FILES
 from inferplane.models.registry import build
 from inferplane.models.writing.compressed_form import (
     FORMS,
@@ -45,7 +46,7 @@ SAME_WEIGHTS = {"a8w8c8": ("a8w8", "int8"), "a8w8c8_fp8": ("a8w8_fp8", "fp8")}
 """Schemes that differ from another one in the cache alone, and its dtype: entries are quantized while running."""
 CARRIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*", "NOTICE*", "additional_chat_templates/*")
 """Files that a quantized model takes over: tokenizer, templates, generation config, licences."""
-REPLACED = ("config.json", "params.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json")
+REPLACED = ("config.json", "params.json", *FILES)
 """Files that say how the source was quantized, or what its config is."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
@@ -237,7 +238,7 @@ class QuantizedCopy:
         return DTYPES.get(str(stated), torch.bfloat16)
 
     def _dtype_of(self, name: str) -> torch.dtype:
-        stored = self.source.dtype(name)
+        stored = self.origin.source.dtype(name)  # None: packed, and expanded while it is read
         return self.dtype if self.stored.format_of(name) != PLAIN or stored is None else stored
 
     @cached_property
@@ -287,7 +288,7 @@ class QuantizedCopy:
         stored = self.stored.format_of(name)
         if stored != PLAIN:
             return requantize(self.stored.readers[stored](self.source, name, Shard()), format)
-        wide = self._read_plain(name)
+        wide = self._read_plain(name, self.source.dtype(name))
         return requantize(QTensor(wide, torch.ones(len(wide), 1), block=(1, wide.shape[1])), format)
 
     def _find_calibrated(self, name: str) -> QTensor | None:
@@ -308,14 +309,14 @@ class QuantizedCopy:
         known = [part for part in parts if part is not None]
         return torch.cat(known) if known and len(known) == len(parts) else None
 
-    def _read_plain(self, name: str) -> torch.Tensor:
-        """A tensor's values."""
+    def _read_plain(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor's values, in the dtype of the copy or another one."""
         if self.calibrated is not None and (found := self._find_changed(name)) is not None:
             return found.to(self._dtype_of(name)).reshape(find_published_shape(name, self.source.shape(name) or ()))
         shape, stored = self.source.shape(name) or (), self.stored.format_of(name)
         if stored != PLAIN:
             return self.stored.readers[stored](self.source, name, Shard()).dequantize(self.dtype)
-        out = torch.empty(shape, dtype=self._dtype_of(name))
+        out = torch.empty(shape, dtype=dtype or self._dtype_of(name))
         self.source.read_into(name, out, Shard())
         return out.reshape(find_published_shape(name, shape))
 

@@ -24,6 +24,7 @@ from inferplane.hub.repository import CONFIGS, TOKENIZER_PATTERNS, TOKENIZERS
 from inferplane.models.exported import Manifest, RankWriter
 from inferplane.models.exported.manifest import hash_packings
 from inferplane.models.exported.writer import number_weights
+from inferplane.models.reading.quant_files import FILES
 from inferplane.plugins import PluginHost
 from inferplane.types import Packing, Placement, Weight
 from inferplane.types.packages import version_of
@@ -190,7 +191,7 @@ class _Exporter:
         patterns = (*CONFIGS, *TOKENIZERS, *TOKENIZER_PATTERNS, *LICENSES)
         for path in sorted(self.files.folder.iterdir()):
             named = any(fnmatchcase(path.name, pattern) for pattern in patterns)
-            if named and path.name != CONFIG and path.is_file():
+            if named and path.name not in (CONFIG, *FILES) and path.is_file():  # what FILES say is in the config
                 shutil.copyfile(path, self.folder / path.name)
 
 
