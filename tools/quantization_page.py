@@ -79,7 +79,6 @@ REASONS: Mapping[tuple[str, str, str], str] = {
     ("xpu:intel", "moe_experts", "int8"): "cutlass_grouped_gemm_interface takes 16 bits, FP8, int4 and MXFP4, no int8",
     ("xpu:intel", "attention", "int8"): "the extension's cache writes know 16 bits and FP8, no int8",
     ("xpu:intel", "mla", "int8"): "the extension's cache writes know 16 bits and FP8, no int8",
-    ("xpu:intel", "cache", "fp8"): "the extension's FP8 cache, with one scale a layer, is not bound",
     ("xpu:kunlun", "linear", "int8"): _KUNLUN_INT8,
     ("xpu:kunlun", "lm_head", "int8"): _KUNLUN_INT8,
     ("xpu:kunlun", "moe_experts", "int8"): "kunlun_ops.moe_fc multiplies int8 by int8 alone: that is `a8w8`",
