@@ -82,6 +82,9 @@ FLASH_PROMPTS = VendorFunction("vllm_flash_attn_varlen_func", ("flash_attn", "fl
 FLASH_TOKENS = VendorFunction("vllm_flash_attn_with_kvcache", ("flash_attn", "flash_attn.flash_attn_interface"))
 MLA_PLAN = VendorFunction("get_mla_metadata", ("flash_mla", "flash_mla.flash_mla_interface"))
 MLA = VendorFunction("flash_mla_with_kvcache", ("flash_mla", "flash_mla.flash_mla_interface"))
+MLA_FP8_PLAN = VendorFunction("get_mla_decoding_metadata_dense_fp8", ("flash_mla", "flash_mla.flash_mla_interface"))
+MLA_FP8 = VendorFunction("flash_mla_with_kvcache_quantization", ("flash_mla", "flash_mla.flash_mla_interface"))
+"""Queries in 16 bits over latents in FP8; vllm-plugin-das calls what is behind it, fwd_kvcache_quantization_mla."""
 
 FUNCTIONS = tuple(value for value in list(globals().values()) if isinstance(value, VendorFunction))
 

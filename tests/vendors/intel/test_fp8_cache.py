@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from inferplane.engine import InferplaneWarning
+from inferplane.kernels.fused.fp8_cache import FP8, LARGEST, UnitScaledKV
 from inferplane.ops.draw import Draw
 from inferplane.plugin import KVRequest
 from inferplane.types.batch import Query, make_batch
 from inferplane_xpu.intel.kernels import fp8_cache
-from inferplane_xpu.intel.kvcache import FP8, FP8_LARGEST, PAGED_FP8, Fp8KV, layouts
+from inferplane_xpu.intel.kvcache import BLOCK_TOKENS, PAGED_FP8, layouts
 from tests.vendors.engine import serve
 from tests.vendors.profile import DRAFTS, in_vendor_dtypes
 
@@ -48,8 +49,8 @@ def test_kernels_store_what_the_layout_stores(request_):
     batch = make_batch([Query([1, 2, 3], 62, [1, 0], 1)], block_tokens=64, device="cpu", few_tokens=8)
     batch.slots[1] = -1
     rows = [draw.normal(3, *shape) * 300 for shape in request_.entry_shapes]
-    assert max(float(row.abs().max()) for row in rows) > FP8_LARGEST
-    one, other = (Fp8KV(request_, 2, DTYPE, torch.device("cpu")) for _ in range(2))
+    assert max(float(row.abs().max()) for row in rows) > LARGEST
+    one, other = (UnitScaledKV(request_, 2, BLOCK_TOKENS, PAGED_FP8, DTYPE, torch.device("cpu")) for _ in range(2))
     one.write(batch.slots, *rows)
     if request_.kind == "mla":
         latent, k_rope = rows[0].split((512, 64), -1)

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.fused.fp8_cache import FP8
 from inferplane.kernels.fused.needs import declare_fused
 from inferplane.kernels.fused.operands import unit_scale
 from inferplane.plugin import Batch, Kernels, LayerKV, When
 from inferplane_xpu.intel.kernels.lengths import AttentionSequences, single_tokens
 from inferplane_xpu.intel.kernels.when import MATRIX, is_decode_compiled, is_prefill_compiled
-from inferplane_xpu.intel.kvcache import FP8, PAGED
+from inferplane_xpu.intel.kvcache import PAGED
 
 flash = torch.ops._vllm_fa2_C
 KERNELS = Kernels()
