@@ -44,6 +44,10 @@ bound.
 NO_KERNEL = "the backend declares no kernel for it"
 """Of devices without reasons, which are new."""
 _NO_FP8 = "the chip has no FP8 product"
+_DCU_INT4_EXPERTS = (
+    "of lightop's moe_gemm_marlin_w4a16 the name alone is published; AITER's form of it (aiter-das, "
+    "moe_c_moe_gemm_marlin_w4a16) reads weights in an order that its page does not name, and is not bound"
+)
 _DCU_FP8 = "the vendor's FP8 products are built for gfx938 alone (vllm-plugin-das), and are not bound"
 _DCU_INT8 = "lightop multiplies int8 by int8 alone (hipblaslt_w8a8_gemm): that is `a8w8`"
 _DCU_INT4 = (
@@ -66,16 +70,9 @@ REASONS: Mapping[tuple[str, str, str], str] = {
     "in FP8 (op-plugin at 09fca6f6)",
     ("dcu", "linear", "int8"): _DCU_INT8,
     ("dcu", "lm_head", "int8"): _DCU_INT8,
-    ("dcu", "moe_experts", "int8"): "lightop's moe_gemm_marlin_w8a8, int8 by int8, is published with three packings of "
-    "weights (vllm-plugin-das has `[E, K / 64, 64 N]`, which fits lmslim's caller, and two by tiles of 16) and two "
-    "call forms, by a configuration and by a mode; it is not bound",
+    ("dcu", "moe_experts", "int8"): "lightop's moe_gemm_marlin_w8a8 multiplies int8 by int8 alone: that is `a8w8`",
     ("dcu", "linear", "int4"): _DCU_INT4,
-    (
-        "dcu",
-        "moe_experts",
-        "int4",
-    ): "of lightop's moe_gemm_marlin_w4a16 the name is published, of AITER's form of it the "
-    "arguments; how weights are packed for either is not",
+    ("dcu", "moe_experts", "int4"): _DCU_INT4_EXPERTS,
     ("dcu", "linear", "fp8"): _DCU_FP8,
     ("dcu", "moe_experts", "fp8"): _DCU_FP8,
     ("dcu", "cache", "fp8"): "flash_attn reads K and V in E4M3 on gfx938 alone (vllm-plugin-das, "
