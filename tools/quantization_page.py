@@ -45,9 +45,16 @@ bound.
 NO_KERNEL = "the backend declares no kernel for it"
 """Of devices without reasons, which are new."""
 _NO_FP8 = "the chip has no FP8 product"
-_DCU_FP8 = "the vendor's FP8 kernels are built for gfx938 alone, and are not bound"
+_DCU_INT4_EXPERTS = (
+    "of lightop's moe_gemm_marlin_w4a16 the name alone is published; AITER's form of it (aiter-das, "
+    "moe_c_moe_gemm_marlin_w4a16) reads weights in an order that its page does not name, and is not bound"
+)
+_DCU_FP8 = "the vendor's FP8 products are built for gfx938 alone (vllm-plugin-das), and are not bound"
 _DCU_INT8 = "lightop multiplies int8 by int8 alone (hipblaslt_w8a8_gemm): that is `a8w8`"
-_DCU_INT4 = "lightop's AWQ product is not bound: how it packs weights is published in tests alone"
+_DCU_INT4 = (
+    "lightop's gemm_awq_w4a16_marlin, which vllm-plugin-das publishes with its repacking (lightop_autoawq.py), is "
+    "taken there in float16, in groups of 128 with zero points, for sixteen sizes, of which this model has none"
+)
 _KUNLUN_INT8 = "kunlun_ops.matmul multiplies int8 by int8 alone: that is `a8w8`"
 _KUNLUN_INT4 = "kunlun_ops.awq_gemm computes in float16 alone: with `dtype` float16 it is bound"
 _KUNLUN_CACHE = "the call forms of kunlun_ops' cache writes and attention have no scales"
@@ -65,12 +72,13 @@ REASONS: Mapping[tuple[str, str, str], str] = {
     "in FP8 (op-plugin at 09fca6f6)",
     ("dcu", "linear", "int8"): _DCU_INT8,
     ("dcu", "lm_head", "int8"): _DCU_INT8,
-    ("dcu", "moe_experts", "int8"): "lightop's moe_gemm_marlin_w8a8, int8 by int8, is not bound",
+    ("dcu", "moe_experts", "int8"): "lightop's moe_gemm_marlin_w8a8 multiplies int8 by int8 alone: that is `a8w8`",
     ("dcu", "linear", "int4"): _DCU_INT4,
-    ("dcu", "moe_experts", "int4"): "lightop's Marlin products over experts in int4 are not bound",
+    ("dcu", "moe_experts", "int4"): _DCU_INT4_EXPERTS,
     ("dcu", "linear", "fp8"): _DCU_FP8,
     ("dcu", "moe_experts", "fp8"): _DCU_FP8,
-    ("dcu", "cache", "fp8"): "flash_mla's fwd_kvcache_quantization_mla and hcu_ops' cache writes in FP8 are not bound",
+    ("dcu", "cache", "fp8"): "flash_attn reads K and V in E4M3 on gfx938 alone (vllm-plugin-das, "
+    "get_fp8_dtype_for_flashattn); latents in FP8 are bound",
     ("gcu", "linear", "fp8"): _NO_FP8 + " before generation 4",
     ("gcu", "moe_experts", "fp8"): _NO_FP8 + " before generation 4",
     ("gcu", "attention", "int8"): "reshape_and_cache and paged_attention_v1 take int8 with one scale and zero point a "
@@ -81,7 +89,6 @@ REASONS: Mapping[tuple[str, str, str], str] = {
     ("xpu:intel", "moe_experts", "int8"): "cutlass_grouped_gemm_interface takes 16 bits, FP8, int4 and MXFP4, no int8",
     ("xpu:intel", "attention", "int8"): "the extension's cache writes know 16 bits and FP8, no int8",
     ("xpu:intel", "mla", "int8"): "the extension's cache writes know 16 bits and FP8, no int8",
-    ("xpu:intel", "cache", "fp8"): "the extension's FP8 cache, with one scale a layer, is not bound",
     ("xpu:kunlun", "linear", "int8"): _KUNLUN_INT8,
     ("xpu:kunlun", "lm_head", "int8"): _KUNLUN_INT8,
     ("xpu:kunlun", "moe_experts", "int8"): "kunlun_ops.moe_fc multiplies int8 by int8 alone: that is `a8w8`",

@@ -74,11 +74,15 @@ def run_pair(at: str, pair: str, out: str) -> None:
         plain = decode(llm, None)
         by_ngram = decode(llm, {"method": "ngram", "verify_strategy": "target_match"})
         counts = [stats[f"spec_decode_num_{x}_tokens_total"] for x in ("draft", "accepted")]
-    torch.save({"tokens": [drafted, plain, by_ngram], "counts": counts, "formats": formats}, Path(out))
+        size = 1 if llm.runner.ranks is None else llm.runner.ranks.size
+    found = {"tokens": [drafted, plain, by_ngram], "counts": counts, "formats": formats, "ranks": size}
+    torch.save(found, Path(out))
 
 
-def check_pair(at: Path, pair: str, ranks: int, out: Path) -> None:
-    """The tokens are those of plain decoding of the same base, and drafts are accepted, which is printed."""
+def check_pair(at: Path, pair: str, ranks: int, out: Path) -> str:
+    """The tokens are those of plain decoding of the same base on as many ranks, and drafts are accepted. Returns how
+    many, in words.
+    """
     if ranks == 1:
         run_pair(str(at), pair, str(out))
     else:
@@ -86,8 +90,11 @@ def check_pair(at: Path, pair: str, ranks: int, out: Path) -> None:
     found = torch.load(out)
     drafted, plain, by_ngram = found["tokens"]
     assert drafted == plain == by_ngram
+    assert found["ranks"] == ranks
     drafts, accepted = found["counts"]
-    print(f"{pair} on {ranks} rank(s): {accepted} of {drafts} drafts accepted")
     assert 0 < accepted < drafts
     base, mtp = pair.split(" x ")
     assert found["formats"] == [{"fp8", "int4"} if base == "fp8_wint4" else {base}, {mtp}]
+    acceptance = f"{accepted} of {drafts} drafts accepted"
+    print(f"{pair} on {ranks} rank(s): {acceptance}")
+    return acceptance

@@ -14,5 +14,6 @@ def folders(tmp_path_factory):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("pair", PAIRS)
-def test_tokens_are_those_of_plain_decoding(pair, ranks, folders, tmp_path):
-    check_pair(folders, pair, ranks, tmp_path / "out")
+def test_tokens_are_those_of_plain_decoding(pair, ranks, folders, tmp_path, record_property):
+    """Acceptance is in the report that `--junitxml` writes."""
+    record_property("acceptance", check_pair(folders, pair, ranks, tmp_path / "out"))

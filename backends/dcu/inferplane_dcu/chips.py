@@ -32,6 +32,10 @@ PAGED_PROMPTS = "paged-prompts"
 """Feature: flash_attn's paged form for many query tokens reads blocks of heads rightly."""
 _WRONG_ON = "gfx928"
 
+FP8_LATENTS = "fp8-latents"
+"""Feature: FlashMLA's function for latents in FP8 beside queries in 16 bits is the one for this DCU."""
+_FP8_QUERIES_ON = "gfx938"
+
 
 def features_of(gfx: str) -> Features:
     """What an architecture can do, with all of the vendor's functions assumed to be installed; what is not known of the
@@ -48,6 +52,10 @@ def features_of(gfx: str) -> Features:
             "fp16": Feature(True, "every DCU computes in it"),
             **GFX[gfx][1],
             PAGED_PROMPTS: reported,
+            FP8_LATENTS: Feature(
+                gfx != _FP8_QUERIES_ON,
+                "on gfx938 the vendor calls another one, whose queries are in FP8 too (HYGON-AI/vllm-plugin-das)",
+            ),
             "triton": Feature(True, "assumed: Hygon's build of Triton is installed"),
             **vendor.assume_features(),
         }

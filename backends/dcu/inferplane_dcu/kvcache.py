@@ -5,6 +5,10 @@
 | dcu_heads_64 | K and V with heads in 64s up to 256 | K `[B + 1, G, 64, D]`, V `[B + 1, G, D, 64]` |
 | paged_64 | K and V, latents | core's: K and V `[B, 64, G, D]`, latents `[B, 64, R + P]` |
 | paged_64_int8 | K and V, latents | core's, with a scale a token and head |
+| paged_64_fp8 | latents | core's, with a scale for 64 entries of a token; torch reads it |
+| unit_64_fp8 | latents of 512 + 64 | `[B, 64, 576]` in FP8 with a scale of 1 |
+
+K and V have no layout in FP8: the vendor's flash attention takes E4M3 on gfx938 alone (get_fp8_dtype_for_flashattn).
 
 The first is what the vendor's paged attention for single tokens reads ("custom" in its vLLM plugin); the second what
 its flash attention ("classic"), FlashMLA and the portable kernels read. Which is taken is decided with the kernels:
@@ -19,12 +23,16 @@ from __future__ import annotations
 
 import torch
 
+from inferplane.kernels.fused.fp8_cache import name_of, unit_scaled_layout
 from inferplane.plugin import BlockedKV, KVLayout, KVRequest, paged_layout
 
 BLOCK_TOKENS = 64
-PAGED, HEADS = "paged_64", "dcu_heads_64"
+PAGED, HEADS, LATENTS_FP8 = "paged_64", "dcu_heads_64", name_of(BLOCK_TOKENS)
 LARGEST_HEAD = 256
 """Entries of a head, which come in 64s: asserted by the fork's vllm_flash_attn_with_kvcache."""
+
+LATENT_ENTRIES = 576
+"""Of a latent and its rotated key, which FlashMLA alone knows."""
 
 
 class HeadsKV(BlockedKV):
@@ -71,7 +79,12 @@ def supports_heads(request: KVRequest) -> bool:
 
 
 def layouts(request: KVRequest) -> tuple[KVLayout, ...]:
-    """Every layout on offer for a kind of layer, the vendor's first."""
-    paged = tuple(paged_layout(BLOCK_TOKENS, kv_dtype) for kv_dtype in ("auto", "int8"))
+    """Every layout on offer for a kind of layer, the vendor's first. Of two in FP8 core's comes first, for it is more
+    precise: the vendor's is chosen where its kernels read it.
+    """
+    latent = request.kind == "mla"
+    paged = tuple(paged_layout(BLOCK_TOKENS, kv_dtype) for kv_dtype in ("auto", "int8", *(("fp8",) if latent else ())))
+    if latent and request.dim == LATENT_ENTRIES:
+        return (*paged, unit_scaled_layout(BLOCK_TOKENS))
     own = KVLayout(HEADS, BLOCK_TOKENS, HeadsKV, lambda r, dtype: BLOCK_TOKENS * r.entries * dtype.itemsize)
     return (own, *paged) if supports_heads(request) else paged

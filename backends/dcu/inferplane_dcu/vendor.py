@@ -76,12 +76,19 @@ EXPERTS_ACT = VendorFunction("fuse_silu_and_mul", ("lightop.activation",))
 EXPERTS_SUM = VendorFunction("moe_sum", ("lightop.moe",))
 EXPERTS = (EXPERTS_CONFIG, EXPERTS_ALIGN, EXPERTS_PRODUCT, EXPERTS_ACT, EXPERTS_SUM)
 """Of lightop 0.6; before it the product took a mode instead of a configuration."""
+INT8_EXPERTS_CONFIG = VendorFunction("get_moe_cuda_marlin_config", ("lightop.moe", "lightop"))
+INT8_EXPERTS_PRODUCT = VendorFunction("moe_gemm_marlin_w8a8", ("lightop.moe", "lightop"))
+INT8_EXPERTS = (INT8_EXPERTS_CONFIG, QUANTIZE, INT8_EXPERTS_PRODUCT, EXPERTS_ACT, EXPERTS_SUM)
+"""The product takes a configuration here too; AITER's of this name takes a mode."""
 FLASH = VendorFunction("flash_attn_varlen_func", ("flash_attn",))
 FLASH_PAGED = VendorFunction("hg_flash_attn_varlen_func", ("flash_attn", "flash_attn.flash_attn_interface"))
 FLASH_PROMPTS = VendorFunction("vllm_flash_attn_varlen_func", ("flash_attn", "flash_attn.flash_attn_interface"))
 FLASH_TOKENS = VendorFunction("vllm_flash_attn_with_kvcache", ("flash_attn", "flash_attn.flash_attn_interface"))
 MLA_PLAN = VendorFunction("get_mla_metadata", ("flash_mla", "flash_mla.flash_mla_interface"))
 MLA = VendorFunction("flash_mla_with_kvcache", ("flash_mla", "flash_mla.flash_mla_interface"))
+MLA_FP8_PLAN = VendorFunction("get_mla_decoding_metadata_dense_fp8", ("flash_mla", "flash_mla.flash_mla_interface"))
+MLA_FP8 = VendorFunction("flash_mla_with_kvcache_quantization", ("flash_mla", "flash_mla.flash_mla_interface"))
+"""Queries in 16 bits over latents in FP8; vllm-plugin-das calls what is behind it, fwd_kvcache_quantization_mla."""
 
 FUNCTIONS = tuple(value for value in list(globals().values()) if isinstance(value, VendorFunction))
 
@@ -100,6 +107,22 @@ def device() -> tuple[str, int]:
     """Name and number of compute units of the current DCU, by which lightop's tables of configurations go."""
     index = torch.cuda.current_device()
     return torch.cuda.get_device_name(index), torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def table_device() -> tuple[str, int]:
+    """As `device`, with the name that the vendor's own callers look int8 products up by (LMSLIM_GPU_NAME)."""
+    name, units = device()
+    for module in ("lightop.envs", "lmslim.envs"):
+        try:
+            return str(importlib.import_module(module).LMSLIM_GPU_NAME), units
+        except Exception:  # importing a closed wheel on the wrong machine may raise anything
+            continue
+    return name, units
+
+
+def triton_dtype(dtype: torch.dtype) -> Any:
+    """Triton's name of a dtype, by which the same callers look them up."""
+    return getattr(importlib.import_module("triton.language"), str(dtype).removeprefix("torch."))
 
 
 def assume_features() -> dict[str, Feature]:

@@ -228,9 +228,10 @@ def test_blocks_of_64_tokens_for_every_kind_of_layer():
         (KVRequest("gqa", 8, 128, 128), ["auto", "auto", "int8"]),
         (KVRequest("gqa", 8, 80, 80), ["auto", "int8"]),
         (KVRequest("gqa", 2, 320, 320), ["auto", "int8"]),
-        (KVRequest("mla", 1, 576), ["auto", "int8"]),
+        (KVRequest("mla", 1, 576), ["auto", "int8", "fp8", "fp8"]),
+        (KVRequest("mla", 1, 96), ["auto", "int8", "fp8"]),
     ):
         layouts = DcuBackend().kv_layouts(request, torch.bfloat16)
         assert {layout.block_tokens for layout in layouts} == {64}
         assert [layout.kv_dtype for layout in layouts] == kv_dtypes
-        assert (layouts[0].name == "dcu_heads_64") == (len(layouts) == 3), "the vendor's own layout first"
+        assert (layouts[0].name == "dcu_heads_64") == (kv_dtypes[1] == "auto"), "the vendor's own layout first"

@@ -24,10 +24,15 @@ def test_assumed_architectures():
 
 
 @pytest.mark.parametrize(
-    ("variant", "request_", "tokens"),
-    [(IntelBackend, GQA, 64), (IntelBackend, MLA, 64), (KunlunBackend, GQA, 16), (KunlunBackend, MLA, 64)],
+    ("variant", "request_", "tokens", "kv_dtypes"),
+    [
+        (IntelBackend, GQA, 64, ["auto", "int8", "fp8", "fp8"]),
+        (IntelBackend, MLA, 64, ["auto", "int8", "fp8", "fp8"]),
+        (KunlunBackend, GQA, 16, ["auto", "int8"]),
+        (KunlunBackend, MLA, 64, ["auto", "int8"]),
+    ],
 )
-def test_block_tokens(variant, request_, tokens):
+def test_block_tokens(variant, request_, tokens, kv_dtypes):
     layouts = variant().kv_layouts(request_, torch.bfloat16)
     assert {layout.block_tokens for layout in layouts} == {tokens}
-    assert [layout.kv_dtype for layout in layouts] == ["auto", "int8"]
+    assert [layout.kv_dtype for layout in layouts] == kv_dtypes

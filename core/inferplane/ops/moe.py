@@ -219,6 +219,7 @@ class MoEExperts(Op, name="moe_experts", hot=True):
             Sample("fp8_block", experts("fp8_block", 128), inputs(7, 2)),
             Sample("fp8_blocks", experts("fp8_block", 128, 256), inputs(7, 2, 256)),
             *(Sample(f, experts(f, 48, 128), inputs(7, 2, 128)) for f in ("int8_row", "int4_row", "fp8_row")),
+            Sample("int8_tiles", experts("int8_row", 64, 128), inputs(7, 2, 128)),
             Sample("int4_group", experts("int4_group", 256, 256), inputs(7, 2, 256)),
             Sample("int8_group", experts("int8_group"), inputs(5, 2)),
             Sample("int4_group32", experts("int4_group32"), inputs(4, 3)),

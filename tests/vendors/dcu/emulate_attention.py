@@ -14,7 +14,7 @@ import torch
 from tests.vendors.calls import make_open
 from tests.vendors.dcu import chip
 from tests.vendors.emulator import Implementations, require
-from tests.vendors.semantics import check_running_sums, hidden_keys, latent_tokens, read_paged, softmax_v
+from tests.vendors.semantics import check_running_sums, hidden_keys, latent_tokens, one_scale, read_paged, softmax_v
 
 IMPLEMENTATIONS = emulates = Implementations()
 
@@ -174,11 +174,42 @@ def get_mla_metadata(cache_seqlens, num_heads_per_head_k, num_heads_k):
     return schedule, splits
 
 
+@emulates("flash_mla::get_mla_decoding_metadata_dense_fp8")
+def get_mla_decoding_metadata_dense_fp8(cache_seqlens, num_heads_per_head_k, num_heads_k):
+    """A schedule for latents in FP8, which is not that for 16 bits."""
+    schedule, splits = get_mla_metadata(cache_seqlens, num_heads_per_head_k, num_heads_k)
+    return -schedule, splits
+
+
+@emulates("flash_mla::flash_mla_with_kvcache_quantization")
+def flash_mla_with_kvcache_quantization(
+    q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale, causal,
+    k_scale, kv_cache_dtype,
+):  # fmt: skip
+    """Queries in 16 bits over latents in FP8, which are multiplied by their scale; not what gfx938 is called with."""
+    require(chip.ARCH != "gfx938", "on gfx938 queries are in FP8 too")
+    require(kv_cache_dtype == "fp8_e4m3", f"kv_cache_dtype is 'fp8_e4m3', got {kv_cache_dtype!r}")
+    chip.half(q=q)
+    chip.dtype(torch.float8_e4m3fn, k_cache=k_cache)
+    require(k_scale is not None and list(k_scale.shape) == [1], "k_scale has one element in one dimension")
+    one_scale(k_scale=k_scale)
+    wide = (k_cache.float() * k_scale).to(q.dtype)
+    return _over_latents(
+        q, wide, block_table, cache_seqlens, head_dim_v, -tile_scheduler_metadata, num_splits, softmax_scale
+    )
+
+
 @emulates("flash_mla::flash_mla_with_kvcache")
 def flash_mla_with_kvcache(
     q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale, causal
 ):
     """Values are the first 512 entries of the keys; the schedule must be of these lengths and heads."""
+    return _over_latents(
+        q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale
+    )
+
+
+def _over_latents(q, k_cache, block_table, cache_seqlens, head_dim_v, schedule, num_splits, softmax_scale):
     chip.half(q=q, k_cache=k_cache)
     chip.contiguous(q=q, k_cache=k_cache)
     require(q.shape[-1] == 576 and head_dim_v == 512, f"576 and 512 entries, got {q.shape[-1]} and {head_dim_v}")
@@ -186,6 +217,6 @@ def flash_mla_with_kvcache(
     batch, _, heads, dim = q.shape
     chip.shape("k_cache", k_cache, None, chip.BLOCK, 1, dim)
     _tables(block_table, cache_seqlens, batch)
-    require(bool((tile_scheduler_metadata == heads).all()), f"a schedule for {heads} heads")
+    require(bool((schedule == heads).all()), f"a schedule for {heads} heads")
     require(num_splits.tolist() == [0, *cache_seqlens.cumsum(0).tolist()], "a schedule for these lengths")
     return latent_tokens(q, k_cache, block_table, cache_seqlens, head_dim_v, softmax_scale), make_open()

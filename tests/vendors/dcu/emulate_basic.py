@@ -14,6 +14,7 @@ from tests.vendors.semantics import (
     add_normalize,
     check_heads,
     normalize,
+    one_scale,
     plain_cache,
     rotate,
     silu_mul,
@@ -162,11 +163,22 @@ def _cache(key, value, key_cache, value_cache, kv_cache_dtype, k_scale, v_scale)
     chip.contiguous(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
 
 
+def _in_fp8(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """float_to_fp8_e4m3 of csrc/hcu_cache_kernel.cu: what rounds beyond 448 is no number, as in torch's conversion."""
+    return (rows.float() / scale).to(torch.float8_e4m3fn)
+
+
 @emulates("hcu_ops::concat_and_cache_mla")
 def concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale):
-    """The cache is `[blocks, 64, latent + rotated]`."""
-    plain_cache(kv_cache_dtype, scale=scale)
-    chip.half(kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache)
+    """The cache is `[blocks, 64, latent + rotated]`; in FP8 both parts are divided by the scale."""
+    chip.half(kv_c=kv_c, k_pe=k_pe)
     chip.contiguous(kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache)
     chip.shape("kv_cache", kv_cache, None, chip.BLOCK, None)
+    if kv_cache_dtype in ("fp8", "fp8_e4m3"):
+        one_scale(scale=scale)
+        chip.dtype(torch.float8_e4m3fn, kv_cache=kv_cache)
+        kv_c, k_pe = _in_fp8(kv_c, scale), _in_fp8(k_pe, scale)
+    else:
+        plain_cache(kv_cache_dtype, scale=scale)
+        chip.half(kv_c=kv_c, kv_cache=kv_cache)
     write_latents(kv_c, k_pe, kv_cache, slot_mapping)

@@ -96,6 +96,57 @@ def moe_gemm_marlin_w16a16(
         output[own] = y.to(output.dtype)
 
 
+@emulates("lightop__moe::get_moe_cuda_marlin_config")
+def get_moe_cuda_marlin_config(experts, m, n1, k1, n2, k2, topk, device_name, num_cus, compute_type):
+    """As for 16 bits; the dtype is Triton's."""
+    require(compute_type in ("bfloat16", "float16", "float32"), f"Triton's name of a dtype, got {compute_type!r}")
+    return get_moe_cuda_marlin_config_w16a16(experts, m, n1, k1, n2, k2, topk, device_name, num_cus, None)
+
+
+def plain_int8(packed: torch.Tensor, columns: int) -> torch.Tensor:
+    """`[K / 64, 64 N]` as `[K, N]`: 64 columns of a row lie together, row by row (get_w8a8_int8_marlin_weights)."""
+    return packed.view(columns // 64, -1, 64).transpose(1, 2).reshape(columns, -1)
+
+
+@emulates("lightop__moe::moe_gemm_marlin_w8a8")
+def moe_gemm_marlin_w8a8(
+    input, b_qweight, output, a_scale, b_scale, topk_weights, sorted_token_ids, expert_ids, num_tokens_post_pad, top_k,
+    config,
+):  # fmt: skip
+    """As for 16 bits, both sides in int8; the output is `[tokens, experts a token, N]`, as lmslim's caller gives it.
+    Places that are not used hold the number of pairs, and each expert's pairs are in the order of tokens.
+    """
+    chip.dtype(torch.int8, input=input, b_qweight=b_qweight)
+    chip.dtype(torch.float32, a_scale=a_scale, b_scale=b_scale)
+    chip.half(output=output)
+    chip.contiguous(input=input, b_qweight=b_qweight, output=output, a_scale=a_scale, b_scale=b_scale)
+    chip.dtype(chip.INT32, sorted_token_ids=sorted_token_ids, expert_ids=expert_ids, used=num_tokens_post_pad)
+    rows, columns = input.shape
+    require(columns % 64 == 0, f"columns in 64s, got {columns}")
+    chip.shape("b_qweight", b_qweight, None, columns // 64, None)
+    experts, n = b_qweight.shape[0], b_qweight.shape[2] // 64
+    chip.shape("a_scale", a_scale, rows, 1)
+    chip.shape("b_scale", b_scale, experts, n, 1)
+    chip.shape("output", output, None, None, n)
+    pairs, block = output.shape[0] * output.shape[1], config["BLOCK_SIZE_M"]
+    require(pairs == rows * top_k, f"{rows} rows for {top_k} experts each, and room for {pairs} pairs")
+    if topk_weights is not None:
+        chip.dtype(torch.float32, topk_weights=topk_weights)
+        require(topk_weights.numel() == pairs, f"a weight a pair, got {topk_weights.numel()}")
+    used, flat = int(num_tokens_post_pad), output.view(pairs, n)
+    require(bool((sorted_token_ids >= 0).all() and (sorted_token_ids <= pairs).all()), f"places hold 0 to {pairs}")
+    own_experts = expert_ids[: used // block].long()
+    require(bool((own_experts.diff() >= 0).all()), "blocks in the order of experts")
+    for expert in range(experts):
+        own = sorted_token_ids[:used].view(-1, block)[own_experts == expert].flatten().long()
+        own = own[own < pairs]
+        require(bool((own.diff() > 0).all()), "an expert's pairs are in the order of tokens")
+        sums = input[own // top_k].double() @ plain_int8(b_qweight[expert], columns).double()  # exact, as in int32
+        y = sums.float() * a_scale[own // top_k] * b_scale[expert, :, 0]
+        y = y if topk_weights is None else y * topk_weights.flatten()[own, None]
+        flat[own] = y.to(output.dtype)
+
+
 @emulates("lightop__activation::fuse_silu_and_mul")
 def fuse_silu_and_mul(input, output):
     """output <- silu(first half) * second half; the input comes first here."""

@@ -20,6 +20,7 @@ INFERPLANE_API = (1, 0)
 EMULATOR = emulator(Path(__file__).parent, emulate_basic, emulate_attention, emulate_moe)
 make_modules(EMULATOR.restated, "lightop", "flash_attn", "flash_mla")
 vendor.device = lambda: (GFX[chip.ARCH][0], 80)  # what torch.cuda would say
+vendor.triton_dtype = lambda dtype: str(dtype).removeprefix("torch.")  # there is no Triton on the host
 
 
 class EmulatedDcu(Emulated, DcuBackend):

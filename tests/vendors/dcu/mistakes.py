@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from inferplane_dcu import vendor
-from inferplane_dcu.kernels import attention, mla
+from inferplane_dcu.kernels import attention, mla, mla_fp8
 from tests.vendors.mistakes import Change, Mistake, at, by, swap, with_
 
 
@@ -28,8 +28,9 @@ def wrong(
 
 
 TOKENS, PROMPTS, PAGED = "flash_attn:attention_tokens", "flash_attn:attention_prompts", "flash_attn:attention_paged"
-EXPERTS = "lightop:moe_experts"
-WRITE, LATENT_WRITE = (attention, "hcu"), (mla, "hcu")
+EXPERTS, INT8_EXPERTS = "lightop:moe_experts", "lightop:moe_experts_w8a8"
+FP8_LATENTS = "flash_mla:mla_absorbed_fp8"
+WRITE, LATENT_WRITE, FP8_WRITE = (attention, "hcu"), (mla, "hcu"), (mla_fp8, "hcu")
 MISTAKES = [
     Mistake("K and V exchanged", WRITE, "reshape_and_cache", swap(0, 1), "hcu_ops:kv_write", "decode", ""),
     Mistake("slots in int32", WRITE, "reshape_and_cache", at(4, lambda s: s.int()), "hcu_ops:kv_write", "decode",
@@ -88,4 +89,31 @@ MISTAKES = [
           "v3_dims", "a schedule for these lengths"),
     wrong("queries and keys' lengths exchanged", vendor.FLASH, swap(3, 4), "flash_attn:mla_expanded", "v3_dims",
           "ends with"),
+    wrong("int8 experts row by row", vendor.INT8_EXPERTS_PRODUCT, at(1, lambda w: w.view(6, -1, w.shape[1] * 64)),
+          INT8_EXPERTS, "int8_tiles", "b_qweight has shape"),
+    wrong("int8 experts by tiles of 16", vendor.INT8_EXPERTS_PRODUCT,
+          at(1, lambda w: w.view(*w.shape[:2], -1, 4, 16).transpose(2, 3).reshape(w.shape)), INT8_EXPERTS, "int8_tiles",
+          ""),
+    wrong("scales of experts without their column", vendor.INT8_EXPERTS_PRODUCT, at(4, lambda s: s[..., 0]),
+          INT8_EXPERTS, "int8_tiles", "b_scale has shape"),
+    wrong("rows of pairs in place of tokens and experts", vendor.INT8_EXPERTS_PRODUCT, at(2, lambda y: y.flatten(0, 1)),
+          INT8_EXPERTS, "int8_tiles", "output has shape"),
+    wrong("int8 experts' weights left out", vendor.INT8_EXPERTS_PRODUCT, at(5, lambda w: None), INT8_EXPERTS,
+          "int8_tiles", ""),
+    wrong("torch's dtype", vendor.INT8_EXPERTS_CONFIG, at(9, lambda t: f"torch.{t}"), INT8_EXPERTS, "int8_tiles",
+          "Triton's name"),
+    Mistake("latents in FP8 written as they are", FP8_WRITE, "concat_and_cache_mla", at(4, lambda s: "auto"),
+            "hcu_ops:mla_kv_write_fp8", "v3_decode", "have one dtype"),
+    Mistake("another scale for latents", FP8_WRITE, "concat_and_cache_mla", at(5, lambda s: s * 3),
+            "hcu_ops:mla_kv_write_fp8", "v3_decode", ""),
+    wrong("a schedule for 16 bits", vendor.MLA_FP8, by(tile_scheduler_metadata=lambda t: -t), FP8_LATENTS, "v3_dims",
+          "a schedule for"),
+    wrong("latents in FP8 without their scale", vendor.MLA_FP8, with_(k_scale=None), FP8_LATENTS, "v3_dims",
+          "one element in one dimension"),
+    wrong("a scale without a dimension", vendor.MLA_FP8, by(k_scale=lambda s: s[0]), FP8_LATENTS, "v3_dims",
+          "one element in one dimension"),
+    wrong("the other FP8", vendor.MLA_FP8, with_(kv_cache_dtype="fp8_e5m2"), FP8_LATENTS, "v3_dims", "'fp8_e4m3'"),
+    wrong("FP8 by its short name", vendor.MLA_FP8, with_(kv_cache_dtype="fp8"), FP8_LATENTS, "v3_dims", "'fp8_e4m3'"),
+    wrong("latents as bytes", vendor.MLA_FP8, by(k_cache=lambda c: c.view(torch.uint8)), FP8_LATENTS, "v3_dims",
+          "k_cache is torch.float8_e4m3fn"),
 ]  # fmt: skip

@@ -20,7 +20,6 @@ class Dcu(Profile):
     sources = "backends/dcu/inferplane_dcu"
     engine_families = OWN_ATTENTION if chip.ARCH != "gfx928" else ("llama", "mistral_window")
     quantized = {"a8w8": "lightop:linear_w8a8"}
-    dense_only = ("a8w8",)
     providers = ("lightop", "hcu_ops", "flash_attn", "flash_mla", "torch", "decomposition")
     mistakes_run = chip.whole
     wrong_calls = [  # a keyword that there is not, an argument that is missing, positions where there are keywords only

@@ -1,5 +1,6 @@
 """What the vendor's wheel holds: every schema among the strings of its libraries, and the attention kernels that were
-compiled into it, by the symbols. Nothing of it is loaded or imported: it needs SYCL and Level Zero.
+compiled into it, by the symbols, with the dtypes of their keys. Nothing of it is loaded or imported: it needs SYCL and
+Level Zero.
 
     python tests/vendors/intel/binary.py FOLDER [--record]
 
@@ -27,6 +28,9 @@ DECODE = re.compile(
     rb"decode_policy_dispatch_implI\d+decode_policy_qpacked_headIN4cute1CILi(\d+)EEENS5_ILi(\d+)EEE"
     rb"(?:NS5_ILi(\d+)EEE|(S[67])_)ELb([01])ELb([01])ELb([01])E"
 )
+DEVICE_KERNEL = re.compile(rb"_ZGVZN4sycl\w*getDeviceKernelInfo\w*?XeFMHAFwd(?:SplitKV)?Kernel\w*")
+"""The name of one compiled kernel of attention, or of the sum over its parts (`ReduceSplitK`)."""
+KEYS = {"float8_e4m3fn": b"float_e4m3_t", "float8_e5m2": b"float_e5m2_t"}
 SCHEMA = re.compile(rb"[A-Za-z_]\w*\([^\x00]*\) *-> [^\x00]+")
 """A string that begins with a name and holds arguments, an arrow and results."""
 
@@ -64,6 +68,15 @@ def attention(library: bytes | mmap.mmap) -> dict[str, list[list[Any]]]:
     return {name: sorted(map(list, kernels)) for name, kernels in found.items()}
 
 
+def count_keys(library: bytes | mmap.mmap) -> dict[str, int]:
+    """Number of compiled attention kernels by the dtype of keys; "same" is that of queries. A kernel is compiled for
+    each dtype of keys if the numbers are the same.
+    """
+    names = {m[0] for m in DEVICE_KERNEL.finditer(library) if b"ReduceSplitK" not in m[0]}
+    found = {dtype: sum(part in name for name in names) for dtype, part in KEYS.items()}
+    return {"same": len(names) - sum(found.values()), **found}
+
+
 def find_in(folder: Path) -> dict[str, Any]:
     """What an unpacked wheel holds."""
 
@@ -75,12 +88,18 @@ def find_in(folder: Path) -> dict[str, Any]:
         "wheel": WHEEL,
         "schemas": {name: schemas(open_file(f"{name}.*so")) for name in LIBRARIES},
         "attention": attention(open_file(ATTENTION)),
+        "attention_keys": count_keys(open_file(ATTENTION)),
     }
+
+
+def _is_complete(found: dict[str, Any]) -> bool:
+    """Whether it was written by this version of the script."""
+    return "attention_keys" in found and found["attention"].keys() == attention(b"").keys()
 
 
 def main(folder: Path, record: bool) -> int:
     target = folder / "found.json"
-    if target.exists() and not record and json.loads(target.read_text())["attention"].keys() == attention(b"").keys():
+    if target.exists() and not record and _is_complete(json.loads(target.read_text(encoding="utf-8"))):
         print(f"{target}: there already")
         return 0
     folder.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ from tests.vendors.emulator import require
 
 FLOATS = (*HALF, torch.float32)
 BLOCKS = (16, 32, 64)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 _COMPILED = json.loads(Path(__file__).with_name("binary.json").read_text(encoding="utf-8"))["attention"]
 PREFILL, SINK_PREFILL = ({tuple(entry) for entry in _COMPILED[f"prefill{more}"]} for more in ("", "_with_sinks"))

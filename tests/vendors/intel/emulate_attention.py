@@ -1,7 +1,8 @@
 """Attention: one operator, behind it kernels for many query tokens and for single tokens.
 
 Meaning: ref_paged_attn in flash_attn_interface.py of the wheel 0.1.16.2. Limits and the choice between the kernels:
-vllm-project/vllm-xpu-kernels at 4543b580, csrc/flash_attn/flash_api.cpp, csrc/utils.h, csrc/xpu/attn. Which kernels
+vllm-project/vllm-xpu-kernels at 4543b580, csrc/flash_attn/flash_api.cpp, csrc/utils.h, csrc/xpu/attn; keys and values
+in FP8 become the queries' dtype there, and their scales multiply scores and results. Which kernels
 there are: the symbols of the wheel's libattn_kernels_xe_2.so (binary.json).
 """
 
@@ -34,6 +35,22 @@ def _check_alignment(**tensors: torch.Tensor) -> None:
         require(t.stride(-1) == 1, f"{name} has a contiguous last dimension")
         size = t.shape[-1] * (t.element_size() if t.dtype is not torch.float32 else 2)
         require(size % ALIGNED_BYTES == 0, f"the last dimension of {name} has whole 16 bytes, got {size}")
+
+
+def _check_entries(q, k, v, block_table, k_scale, v_scale) -> tuple[float, float]:
+    """Dtypes of queries, keys and values, and what the scales multiply scores and results by. Only the kernels for
+    single tokens check the scales of FP8; those for many read them as they are.
+    """
+    if k.dtype not in chip.FP8:
+        chip.half(q=q, k=k, v=v)
+        chip.absent(k_scale=k_scale, v_scale=v_scale)
+        return 1.0, 1.0
+    chip.half(q=q)
+    require(v.dtype is k.dtype, f"key and value must have the same dtype, got {k.dtype} and {v.dtype}")
+    require(block_table is not None, "FP8 without blocks is not emulated")
+    require(k_scale is not None and v_scale is not None, "FP8 KV cache requires both k_scale and v_scale")
+    semantics.one_scale(k_scale=k_scale, v_scale=v_scale)
+    return float(k_scale), float(v_scale)
 
 
 def _check_blocks(k: torch.Tensor, v: torch.Tensor, block_table: torch.Tensor) -> None:
@@ -69,13 +86,13 @@ def varlen_fwd(
 ):  # fmt: skip
     """Ragged queries over dense keys or blocks; the causal mask begins at the lower right corner."""
     chip.absent(
-        out=out, leftpad_k=leftpad_k, alibi_slopes=alibi_slopes, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
-        gen=gen, splits_per_seq=splits_per_seq, work_list=work_list,
+        out=out, leftpad_k=leftpad_k, alibi_slopes=alibi_slopes, q_scale=q_scale, gen=gen,
+        splits_per_seq=splits_per_seq, work_list=work_list,
     )  # fmt: skip
     plain = not (p_dropout or softcap or zero_tensors or return_softmax or mix_batch)
     require(plain, "dropout, caps, sums of scores and mixed batches are not emulated")
-    chip.half(q=q, k=k, v=v)
     _check_alignment(q=q, k=k, v=v)
+    k_factor, v_factor = _check_entries(q, k, v, block_table, k_scale, v_scale)
     require(q.dim() == 3, f"queries are ragged, [T, heads, D], got {list(q.shape)}")
     (rows, heads, dim), kv_heads = q.shape, k.shape[-2]
     if softmax_sink is not None:
@@ -119,8 +136,10 @@ def varlen_fwd(
             keys, values = (semantics.read_paged(t, block_table[b], first, n) for t in (k, v))
         else:
             keys, values = (t[ends[b] + first : ends[b] + n] for t in (k, v))
+        keys, values = keys.to(q.dtype), values.to(q.dtype)
         masked = local or (is_causal and not single)
         hidden = semantics.hidden_keys(count, first, n, window_size_left) if masked else None
         a = starts[b]
-        result[a : a + count] = _attend(q[a : a + count], keys, values, hidden, softmax_scale, softmax_sink)
+        part = _attend(q[a : a + count], keys, values, hidden, softmax_scale * k_factor, softmax_sink)
+        result[a : a + count] = part * v_factor
     return [result, make_open()]

@@ -66,11 +66,31 @@ def swigluoai_and_mul(out, input, alpha, limit):
     out.copy_((gate * torch.sigmoid(alpha * gate) * (up + 1)).to(out.dtype))
 
 
+E4M3, E4M3_LARGEST = torch.float8_e4m3fn, 448.0
+CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
+
+
+def _in_cache(kv_cache_dtype: str, scales: dict[str, torch.Tensor], cache: torch.Tensor, **rows: torch.Tensor) -> tuple:
+    """Rows as they are stored (CopyWithScaleOp in csrc/quantization/fp8/quant_utils.h), one scale for each. The
+    operator does not look at the cache's dtype: what is wrong there would be written as bytes.
+    """
+    semantics.one_scale(**scales)
+    require(kv_cache_dtype in CACHE_DTYPES, f"Unsupported data type of kv cache: {kv_cache_dtype}")
+    chip.floats(**rows)
+    if kv_cache_dtype == "auto":
+        chip.floats(cache=cache, **rows)
+        return tuple(rows.values())
+    require(cache.dtype is E4M3, f"a cache in {kv_cache_dtype!r} is one of {E4M3}, got {cache.dtype}")
+    scaled = (row.float() / scale for row, scale in zip(rows.values(), scales.values(), strict=True))
+    return tuple(t.clamp(-E4M3_LARGEST, E4M3_LARGEST).to(E4M3) for t in scaled)
+
+
 @emulates("_C_cache_ops::reshape_and_cache_flash")
 def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale):
     """Caches `[blocks, tokens, heads, D]`; heads apart from each other mean another layout, which is not emulated."""
-    semantics.plain_cache(kv_cache_dtype, k_scale=k_scale, v_scale=v_scale)
-    chip.floats(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
+    require(key_cache.dtype is value_cache.dtype, "K and V have one dtype in the cache")
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    key, value = _in_cache(kv_cache_dtype, scales, key_cache, key=key, value=value)
     chip.contiguous(key=key, value=value)
     for name, cache, rows in (("key_cache", key_cache, key), ("value_cache", value_cache, value)):
         chip.shape(name, cache, None, None, *rows.shape[1:])
@@ -81,10 +101,9 @@ def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, kv
 
 @emulates("_C_cache_ops::concat_and_cache_mla")
 def concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale):
-    """The cache is `[blocks, tokens, latent + rotated]`."""
-    semantics.plain_cache(kv_cache_dtype, scale=scale)
-    chip.floats(kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache)
+    """The cache is `[blocks, tokens, latent + rotated]`; one scale stands for both parts."""
     chip.contiguous(kv_c=kv_c, k_pe=k_pe)
+    kv_c, k_pe = _in_cache(kv_cache_dtype, {"scale": scale, "the same": scale}, kv_cache, kv_c=kv_c, k_pe=k_pe)
     semantics.write_latents(kv_c, k_pe, kv_cache, slot_mapping)
 
 
@@ -96,6 +115,27 @@ def gather_cache(src_cache, dst, block_table, cu_seq_lens, batch_size, seq_start
     chip.contiguous(dst=dst)
     chip.shape("src_cache", src_cache, None, None, dst.shape[-1])
     semantics.gather(src_cache, dst, block_table, cu_seq_lens, batch_size)
+
+
+@emulates("_C_cache_ops::gather_and_maybe_dequant_cache")
+def gather_and_maybe_dequant_cache(
+    src_cache, dst, block_table, cu_seq_lens, token_to_seq, num_tokens, kv_cache_dtype, scale, seq_starts
+):
+    """As gather_cache; each row of the result names its sequence, and entries in FP8 are multiplied by the scale."""
+    chip.absent(seq_starts=seq_starts)
+    semantics.one_scale(scale=scale)
+    require(kv_cache_dtype in CACHE_DTYPES[1:], f"a cache in {kv_cache_dtype!r} is not emulated here")
+    require(src_cache.dtype is E4M3, f"a cache in {kv_cache_dtype!r} is one of {E4M3}, got {src_cache.dtype}")
+    chip.floats(dst=dst)
+    chip.dtype(chip.INT32, token_to_seq=token_to_seq)
+    chip.shape("src_cache", src_cache, None, None, dst.shape[-1])
+    chip.shape("token_to_seq", token_to_seq, num_tokens)
+    counts = cu_seq_lens.diff().long()
+    sequences = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    require(torch.equal(token_to_seq.long(), sequences), "token_to_seq names the sequence of each row")
+    entries = torch.empty(num_tokens, dst.shape[-1], dtype=E4M3)
+    semantics.gather(src_cache, entries, block_table, cu_seq_lens, len(counts))
+    dst.copy_((entries.float() * scale).to(dst.dtype))
 
 
 @emulates("_C_cache_ops::getMemoryInfo")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from inferplane.kernels.fused import vllm_kernels
-from inferplane_xpu.intel.kernels import attention, mla, moe, products
+from inferplane_xpu.intel.kernels import attention, fp8_cache, mla, moe, products
 from tests.vendors.mistakes import Mistake, at, swap
 
 
@@ -15,6 +15,7 @@ def whole(batch, groups=1):
 
 
 ROWS, WRITE, FLASH = (vllm_kernels, "vllm"), (vllm_kernels, "cache_ops"), (attention, "flash")
+FP8_WRITE = (fp8_cache, "cache_ops")
 MISTAKES = [
     Mistake("K and V exchanged", WRITE, "reshape_and_cache_flash", swap(0, 1), "vllm_xpu:kv_write", "decode", ""),
     Mistake("slots in int32", WRITE, "reshape_and_cache_flash", at(4, lambda s: s.int()),
@@ -22,7 +23,27 @@ MISTAKES = [
     Mistake("heads before tokens in blocks", WRITE, "reshape_and_cache_flash", at(2, lambda c: c.transpose(1, 2)),
             "vllm_xpu:kv_write", "decode", "key_cache has shape"),
     Mistake("a cache in FP8 requested", WRITE, "reshape_and_cache_flash", at(5, lambda s: "fp8"),
-            "vllm_xpu:kv_write", "decode", "kv_cache_dtype"),
+            "vllm_xpu:kv_write", "decode", "a cache in 'fp8'"),
+    Mistake("a cache in int8 requested", WRITE, "reshape_and_cache_flash", at(5, lambda s: "int8"),
+            "vllm_xpu:kv_write", "decode", "Unsupported data type of kv cache"),
+    Mistake("FP8 written as it is", FP8_WRITE, "reshape_and_cache_flash", at(5, lambda s: "auto"),
+            "vllm_xpu:kv_write_fp8", "decode", "have one dtype"),
+    Mistake("FP8 written with the largest entry as its scale", FP8_WRITE, "reshape_and_cache_flash",
+            at(7, lambda s: s * 3), "vllm_xpu:kv_write_fp8", "decode", ""),
+    Mistake("scales a token", FP8_WRITE, "concat_and_cache_mla", at(5, lambda s: s.expand(3).contiguous()),
+            "vllm_xpu:mla_kv_write_fp8", "v3_decode", "is one float32"),
+    Mistake("FP8 read without scales", FLASH, "varlen_fwd", at(14, lambda s: None),
+            "vllm_xpu:attention_few_fp8", "decode", "requires both k_scale and v_scale"),
+    Mistake("FP8 of a prompt read without scales", FLASH, "varlen_fwd", at(15, lambda s: None),
+            "vllm_xpu:attention_many_fp8", "prefill_d128", "requires both k_scale and v_scale"),
+    Mistake("scales in bfloat16", FLASH, "varlen_fwd", at(14, lambda s: s.bfloat16()),
+            "vllm_xpu:attention_few_fp8", "decode", "is one float32"),
+    Mistake("another scale for keys than they were written with", FLASH, "varlen_fwd", at(14, lambda s: s * 2),
+            "vllm_xpu:attention_few_fp8", "decode", ""),
+    Mistake("another scale for latents as values", FLASH, "varlen_fwd", at(15, lambda s: s * 2),
+            "vllm_xpu:mla_absorbed_fp8", "v3_heads", ""),
+    Mistake("rows of latents that name the wrong sequence", FP8_WRITE, "gather_and_maybe_dequant_cache",
+            at(4, torch.zeros_like), "vllm_xpu:mla_expanded_fp8", "scaled", "names the sequence of each row"),
     Mistake("norm and sum exchanged", ROWS, "fused_add_rms_norm", swap(0, 1), "vllm_xpu:add_rms_norm", "t3_d64", ""),
     Mistake("result behind the input", ROWS, "rms_norm", swap(0, 1), "vllm_xpu:rms_norm", "t3_d64", ""),
     Mistake("sines before cosines", ROWS, "rotary_embedding", at(4, lambda t: torch.cat(t.chunk(2, -1)[::-1], -1)),

@@ -63,5 +63,12 @@ def test_the_record_is_that_of_the_binary(binary):
         pytest.skip("the wheel could not be had")
     assert RECORDED["wheel"] == binary["wheel"]
     assert RECORDED["attention"] == binary["attention"]
+    assert RECORDED["attention_keys"] == binary["attention_keys"]
     for library, lines in RECORDED["schemas"].items():
         assert set(lines) <= set(binary["schemas"][library])
+
+
+def test_attention_is_compiled_for_keys_in_fp8_too():
+    """Each kernel, whatever its head size, for queries in bfloat16 and float16."""
+    counts = RECORDED["attention_keys"]
+    assert counts["float8_e4m3fn"] == counts["same"] > 0

@@ -54,15 +54,19 @@ def test_releases_without_scales_of_queries_are_called_without(monkeypatch):
             return [torch.zeros(1)]
 
     monkeypatch.setattr(attention, "flash", SimpleNamespace(varlen_fwd=Operator()))
-    attention._scales.cache_clear()
+    attention._query_scales.cache_clear()
     try:
         q, at = torch.zeros(1, 2, 64), attention.AttentionSequences(*torch.zeros(3, 2, dtype=torch.int32), 1, 1)
         attention.varlen(q, q, q, at, 1.0)
+        fp8 = q.to(torch.float8_e4m3fn)
+        attention.varlen(q, fp8, fp8, at, 1.0)
     finally:
         monkeypatch.undo()
-        attention._scales.cache_clear()
-    assert len(given[0]) == len(older.arguments)
-    assert given[0][[a.name for a in older.arguments].index("softmax_scale")] == 1.0
+        attention._query_scales.cache_clear()
+    plain, in_fp8 = (dict(zip([a.name for a in older.arguments], args, strict=True)) for args in given)
+    assert plain["softmax_scale"] == in_fp8["softmax_scale"] == 1.0
+    assert plain["k_scale"] is plain["v_scale"] is None
+    assert in_fp8["k_scale"].item() == in_fp8["v_scale"].item() == 1.0
 
 
 @pytest.mark.parametrize("residual", [False, True], ids=["first", "sum"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from inferplane.kernels.composed import composed_kernels
 from inferplane.kernels.triton import Launch, Tiles, triton_kernels
 from inferplane.plugin import Kernel
-from inferplane_dcu.kernels import attention, basic, mla, moe
+from inferplane_dcu.kernels import attention, basic, mla, mla_fp8, moe, moe_int8
 from inferplane_dcu.kvcache import PAGED
 
 TILES = Tiles(prefill=Launch(32, 16, 4, 1), decode=Launch(16, 16, 4, 1), mla=Launch(16, 16, 4, 1))
@@ -16,5 +16,5 @@ most 16 keys per iteration (FlagGems issue 3819). One stage: shared memory holds
 
 def kernels() -> list[Kernel]:
     """Every kernel this backend declares. The vendor's functions are looked up when a kernel is linked."""
-    own = [*basic.KERNELS, *attention.KERNELS, *mla.KERNELS, *moe.KERNELS]
+    own = [*basic.KERNELS, *attention.KERNELS, *mla.KERNELS, *mla_fp8.KERNELS, *moe.KERNELS, *moe_int8.KERNELS]
     return [*own, *triton_kernels((PAGED, f"{PAGED}_int8"), TILES.prepare), *composed_kernels()]

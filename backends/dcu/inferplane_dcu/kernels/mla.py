@@ -38,13 +38,16 @@ def _has_supported_dims(op: Any) -> bool:
     return (op.dims.latent, op.dims.rope) == (LATENT, ROTARY)
 
 
+DIMS = (f"latents of {LATENT} + {ROTARY}", _has_supported_dims)
+
+
 @fused(
     "mla_absorbed",
     vendor.MLA_PLAN,
     vendor.MLA,
     provider="flash_mla",
     kv_layouts=(PAGED,),
-    needs=((f"latents of {LATENT} + {ROTARY}", _has_supported_dims),),
+    needs=(DIMS,),
 )
 def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """Fold `kv_b` into the query, attend with each token as a sequence of its own, unfold."""
@@ -70,7 +73,20 @@ def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
 def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """Gather the latents, expand them, attend; values are padded to the keys' width, which flash attention wants."""
     lens = batch.lens().seq_lens
-    keys, values = expand_latents(view, _gather_latents(latents(kv), batch.block_tables, lens))
+    return attend_expanded(view, q_nope, q_rope, batch, gather_latents(latents(kv), batch.block_tables, lens))
+
+
+def attend_expanded(
+    view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, dense: torch.Tensor
+) -> torch.Tensor:
+    """flash_attn_varlen_func over gathered latents.
+
+    Args:
+        view, q_nope, q_rope, batch: as the op `mla_expanded` gets them.
+        dense: latents and their rotated keys of all sequences, one behind the other, `[keys, 576]`.
+    """
+    lens = batch.lens().seq_lens
+    keys, values = expand_latents(view, dense)
     out = view.prepared(
         torch.cat((q_nope, q_rope), -1),
         keys,
@@ -85,7 +101,7 @@ def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
     return only(out)[..., : view.dims.value].contiguous()
 
 
-def _gather_latents(cache: torch.Tensor, tables: torch.Tensor, lens: tuple[int, ...]) -> torch.Tensor:
+def gather_latents(cache: torch.Tensor, tables: torch.Tensor, lens: tuple[int, ...]) -> torch.Tensor:
     """Entries of every sequence, one behind the other."""
     parts = [cache.index_select(0, table[: -(-n // BLOCK_TOKENS)]).flatten(0, 1)[:n] for table, n in zip(tables, lens)]
     return torch.cat(parts)

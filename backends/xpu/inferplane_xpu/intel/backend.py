@@ -122,7 +122,7 @@ class IntelBackend(CapturingAccelerator):
 
     def kv_layouts(self, request: KVRequest, dtype: torch.dtype) -> Sequence[KVLayout]:
         """See `inferplane_xpu.intel.kvcache`."""
-        return layouts()
+        return layouts(request)
 
     def memory(self) -> Memory:
         """Bytes of this GPU. Where torch does not tell what is free the extension does, and where that is not here all

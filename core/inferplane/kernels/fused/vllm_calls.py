@@ -18,6 +18,8 @@ from inferplane.plugin import Batch
 
 CACHE_DTYPE = "auto"
 """Value of `kv_cache_dtype`: store entries in the cache's own dtype."""
+CACHE_FP8 = "fp8"
+"""The same: divide entries by their scale, clamp them to 448, and store them in E4M3."""
 
 
 def rms_norm(call: Callable[..., object], norm: Any, x: torch.Tensor) -> torch.Tensor:
@@ -54,14 +56,24 @@ def kv_write(
     v: torch.Tensor,
     cache: tuple[torch.Tensor, torch.Tensor],
     batch: Batch,
+    cache_dtype: str = CACHE_DTYPE,
 ) -> None:
-    """The op `kv_write` by `call(k, v, keys, values, slots, kv_cache_dtype, k_scale, v_scale)`, which skips slot -1."""
+    """The op `kv_write` by `call(k, v, keys, values, slots, kv_cache_dtype, k_scale, v_scale)`, which skips slot -1.
+    Scales are 1.
+    """
     scale = unit_scale(k.device)
-    call(k.contiguous(), v.contiguous(), *cache, batch.slots, CACHE_DTYPE, scale, scale)
+    call(k.contiguous(), v.contiguous(), *cache, batch.slots, cache_dtype, scale, scale)
 
 
 def mla_kv_write(
-    call: Callable[..., object], latent: torch.Tensor, k_rope: torch.Tensor, cache: torch.Tensor, batch: Batch
+    call: Callable[..., object],
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    cache: torch.Tensor,
+    batch: Batch,
+    cache_dtype: str = CACHE_DTYPE,
 ) -> None:
-    """The op `mla_kv_write` by `call(latent, k_rope, cache, slots, kv_cache_dtype, scale)`, which skips slot -1."""
-    call(latent.contiguous(), k_rope.contiguous(), cache, batch.slots, CACHE_DTYPE, unit_scale(latent.device))
+    """The op `mla_kv_write` by `call(latent, k_rope, cache, slots, kv_cache_dtype, scale)`, which skips slot -1. The
+    scale is 1.
+    """
+    call(latent.contiguous(), k_rope.contiguous(), cache, batch.slots, cache_dtype, unit_scale(latent.device))

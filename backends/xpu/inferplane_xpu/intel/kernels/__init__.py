@@ -11,7 +11,7 @@ from inferplane.kernels.composed import composed_kernels
 from inferplane.kernels.fused.needs import FLOATS
 from inferplane.kernels.fused.vllm_kernels import vllm_kernels
 from inferplane.plugin import Kernel
-from inferplane_xpu.intel.kernels import attention, legacy, mla, moe, products
+from inferplane_xpu.intel.kernels import attention, fp8_cache, legacy, mla, moe, products
 from inferplane_xpu.intel.kernels.when import OPERATORS
 from inferplane_xpu.intel.kvcache import PAGED
 
@@ -22,6 +22,7 @@ def kernels() -> list[Kernel]:
         *vllm_kernels("vllm_xpu", FLOATS, OPERATORS, PAGED, rope_requires_key=False),
         *attention.KERNELS,
         *mla.KERNELS,
+        *fp8_cache.KERNELS,
         *moe.KERNELS,
         *products.KERNELS,
         *legacy.KERNELS,

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.fused.fp8_cache import FP8
 from inferplane.kernels.fused.needs import declare_fused
+from inferplane.kernels.fused.operands import unit_scale
 from inferplane.plugin import Batch, Kernels, LayerKV, When
 from inferplane_xpu.intel.kernels.lengths import AttentionSequences, single_tokens
 from inferplane_xpu.intel.kernels.when import MATRIX, is_decode_compiled, is_prefill_compiled
@@ -30,10 +32,10 @@ NO_WINDOW = (-1, -1)
 
 
 @functools.cache
-def _scales() -> tuple[None, ...]:
-    """No scales, as many as the operator has places for: releases before 0.1.14 know none of queries."""
+def _query_scales() -> tuple[None, ...]:
+    """No scale of queries, if the operator has a place for one: releases before 0.1.14 have none."""
     names = {argument.name for argument in flash.varlen_fwd.default._schema.arguments}
-    return (None, None, None) if "q_scale" in names else (None, None)
+    return (None,) if "q_scale" in names else ()
 
 
 def varlen(
@@ -47,11 +49,11 @@ def varlen(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """_vllm_fa2_C::varlen_fwd: causal, no dropout, slopes, caps or scales, splits as the vendor chooses them.
+    """_vllm_fa2_C::varlen_fwd: causal, no dropout, slopes or caps, splits as the vendor chooses them.
 
     Args:
         q: `[T, H, D]`. k, v: blocks `[blocks, 64, G, D]`, or `[keys, G, D]` where not `paged`; `at.lens` then holds
-            running sums.
+            running sums. Blocks in FP8 have a scale of 1.
         at: the sequences. scale: of the scores. window: how many last tokens a query sees, itself included.
         sinks: `[H]` in the dtype of `q`, or None.
     """
@@ -59,9 +61,12 @@ def varlen(
     causal = at.max_query_tokens > 1
     # The offsets of keys are read only without blocks; with them any int32 tensor will do.
     keys, lens, tables = (at.query_start, at.lens, at.tables) if paged else (at.lens, None, None)
+    # Blocks in FP8 need both scales: the kernels for many queries read them without a check that they are there.
+    kv_scale = unit_scale(q.device) if k.dtype is FP8 else None
     out: torch.Tensor = flash.varlen_fwd(
         q, k, v, None, at.query_start, keys, lens, None, tables, None, at.max_query_tokens, at.max_seq_tokens, 0.0,
-        *_scales(), scale, sinks, False, causal, left, right, 0.0, False, None, None, False, None, None,
+        *_query_scales(), kv_scale, kv_scale, scale, sinks, False, causal, left, right, 0.0, False, None, None, False,
+        None, None,
     )[0]  # fmt: skip
     return out
 
@@ -91,11 +96,11 @@ def _has_many_queries(op: Any) -> bool:
     )
 
 
-@fused(
-    "attention",
-    ("few query tokens, and a head size, group, window and sinks that were compiled for them", _has_few_queries),
-    when=WITH_SINKS,
-)
+FEW = ("few query tokens, and a head size, group, window and sinks that were compiled for them", _has_few_queries)
+MANY = ("many query tokens, and a head size, window and sinks that were compiled for them", _has_many_queries)
+
+
+@fused("attention", FEW, when=WITH_SINKS)
 def attention_few(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """The kernels for single tokens."""
     keys, values = kv.view_blocks()  # type: ignore[attr-defined]
@@ -104,11 +109,7 @@ def attention_few(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torc
     )
 
 
-@fused(
-    "attention",
-    ("many query tokens, and a head size, window and sinks that were compiled for them", _has_many_queries),
-    when=WITH_SINKS,
-)
+@fused("attention", MANY, when=WITH_SINKS)
 def attention_many(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """The kernels for many query tokens; a largest size of 1 would send the call to the others."""
     keys, values = kv.view_blocks()  # type: ignore[attr-defined]

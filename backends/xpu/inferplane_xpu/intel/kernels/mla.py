@@ -35,11 +35,13 @@ def _has_full_head_groups(op: Any) -> bool:
     return op.dims.heads <= LATENT_HEADS or op.dims.heads % LATENT_HEADS == 0
 
 
-@fused(
-    "mla_absorbed",
+ABSORBED = (
     ("latents of 512 + 64 entries", _has_supported_latents),
     ("query heads in eights, or fewer", _has_full_head_groups),
 )
+
+
+@fused("mla_absorbed", *ABSORBED)
 def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """varlen_fwd with the latents as keys and their first 512 entries as values. It takes eight query heads a sequence:
     more become further sequences.
@@ -61,19 +63,35 @@ def _has_expanded_width(op: Any) -> bool:
     return op.dims.value <= width and width in EXPANDED_WIDTHS
 
 
-@fused(
-    "mla_expanded",
-    ("heads of 64, 128, 192 or 256 entries, and no wider values", _has_expanded_width),
-    PLAIN_KV_B,
-    capture_safe=False,
-    needs_host_lens=True,
-)
+EXPANDED = (("heads of 64, 128, 192 or 256 entries, and no wider values", _has_expanded_width), PLAIN_KV_B)
+
+
+@fused("mla_expanded", *EXPANDED, capture_safe=False, needs_host_lens=True)
 def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """Gather the latents, expand them, attend; values are padded to the keys' width, in which the result comes."""
     d, lens, cache = view.dims, batch.lens().seq_lens, latents(kv)
     key_starts = cumulative_lengths(lens, q_nope.device)
     dense = q_nope.new_empty(sum(lens), d.latent + d.rope)
     cache_ops.gather_cache(cache, dense, batch.block_tables, key_starts, len(lens), None)
+    return attend_expanded(view, q_nope, q_rope, batch, dense, key_starts)
+
+
+def attend_expanded(
+    view: Any,
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    batch: Batch,
+    dense: torch.Tensor,
+    key_starts: torch.Tensor,
+) -> torch.Tensor:
+    """Attention over gathered latents.
+
+    Args:
+        view, q_nope, q_rope, batch: as the op `mla_expanded` gets them.
+        dense: latents and their rotated parts of all sequences, one behind the other, `[keys, 576]`.
+        key_starts: where each sequence's begin, int32 `[B + 1]`.
+    """
+    d = view.dims
     keys, values = expand_latents(view, dense)
     most = max(2, batch.max_query_tokens)
     out = varlen(
