@@ -85,6 +85,11 @@ ROWS = {
         for group in (64, 128)
         for peer in ("gptq", "awq")
     },
+    **{
+        f"{format}{'+' * bool(methods)}{methods}": Row(f"weight_only_{format}", methods)
+        for format in ("nvfp4", "mxfp4")
+        for methods in ("", "clip", "gptq")
+    },
     "a8w8": Row("a8w8"),
     "a8w8+smoothquant": Row("a8w8", "smoothquant"),
     "a8w8+pss": Row("a8w8", "pss"),
@@ -101,6 +106,7 @@ BARS = (
     ("a8w8+pss", "a8w8+smoothquant", BELOW),
     ("a8w8+smoothquant", "a8w8", BELOW),
     ("int4+gptq", "int4", HALF),
+    *((f"{format}+gptq", format, HALF) for format in ("nvfp4", "mxfp4")),
     *((f"int4 g{group}+awq+gptq", f"int4 g{group}", HALF) for group in (64, 128)),
     *(
         (f"int4 g{group}+awq+gptq", f"int4 g{group} peer {peer}", BELOW)
