@@ -107,9 +107,9 @@ SHAPES = {
     "qwen3.5-0.8b": QWEN3_5_0_8B,
     "small": {**QWEN3_0_6B, "num_hidden_layers": 6, "vocab_size": 32000},
 }
-BITS = {"bf16": 16.0, "int8": 8.125, "int4": 4.5}
-"""Bits a weight with its scales: groups of 128 columns for int8, of 32 for int4, scales of 16 bits."""
 MXFP4_BITS = 4.25
+BITS = {"bf16": 16.0, "int8": 8.125, "int4": 4.5, "mxfp4": MXFP4_BITS, "nvfp4": 5.0}
+"""Bits a weight with its scales: groups of 128 columns for int8, of 32 for int4, of 16 for nvfp4, scales of 16 bits."""
 CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig"}
 """Configs that are not called as the model is."""
 
@@ -205,4 +205,5 @@ def decode_bytes(shape: str, precision: str) -> float:
     else:
         rows = (2 * s["num_attention_heads"] + 2 * s["num_key_value_heads"]) * s["head_dim"]
         weights = layers * (rows * width + gated)
-    return (weights + s["vocab_size"] * width) * BITS[precision] / 8 + stored
+    head = BITS["bf16" if precision == "bf16" else "int8"]  # in 8 bits beside weights of 4, too
+    return (weights * BITS[precision] + s["vocab_size"] * width * head) / 8 + stored

@@ -125,7 +125,7 @@ def main():
     parser.add_argument("--tokens", type=int, default=24, help="tokens decoded")
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--prefill", type=int, nargs="*", default=[], metavar="TOKENS", help="also prompts of so many")
-    parser.add_argument("--ours", nargs="*", default=list(BITS), choices=BITS)
+    parser.add_argument("--ours", nargs="*", default=["bf16", "int8", "int4"], choices=BITS)
     args = parser.parse_args()
     with checkpoint(args) as folder:
         probe = Probe()

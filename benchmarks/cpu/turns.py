@@ -214,7 +214,7 @@ def main():
     parser.add_argument("--openvino", nargs="*", default=[], metavar="PRECISION=FOLDER", help="exported models")
     parser.add_argument("--kv-dtype", default="auto", help="of ours; OpenVINO's is uint8 beside coded weights")
     parser.add_argument("--baseline", type=Path, metavar="FOLDER", help="an older checkout of Inferplane")
-    parser.add_argument("--ours", nargs="*", default=list(BITS), choices=BITS, help="precisions of ours")
+    parser.add_argument("--ours", nargs="*", default=["bf16", "int8", "int4"], choices=BITS, help="precisions of ours")
     args = parser.parse_args()
     with checkpoint(args) as folder:
         probe = Probe()
