@@ -103,6 +103,27 @@ def bind_body(op: Op, value_of: Callable[[Weight], Any], around: Around | None =
     return bound if around is None else around(op, bound)
 
 
+AroundSite = Callable[[str, Op, Callable[..., Any]], Callable[..., Any]]
+"""From a site, its op and the bound op to what the ops above call in its place."""
+
+
+def link_observed(plan: Plan, packed: Packed, kind: StepKind, around: AroundSite) -> Callable[..., Any]:
+    """Bind the root op for one step kind, with other functions in the places of bound ops, to observe their calls.
+
+    What a kernel runs inside its own call is not seen, nor is the root, which is returned as it is bound.
+
+    Args:
+        plan: the kernels chosen for all sites.
+        packed: as of `link`.
+        kind: of the steps.
+        around: called for each op that is bound by itself, those below before those above.
+
+    Raises:
+        KernelError: as `link`.
+    """
+    return _Linker(plan, packed, kind, around).bind(plan.model, plan.choices[kind])
+
+
 def link(plan: Plan, packed: Packed) -> dict[StepKind, Callable[..., Any]]:
     """Bind the root op for each step kind.
 
@@ -117,12 +138,12 @@ def link(plan: Plan, packed: Packed) -> dict[StepKind, Callable[..., Any]]:
 
 
 class _Linker:
-    def __init__(self, plan: Plan, packed: Packed, kind: StepKind) -> None:
-        self.plan, self.packed, self.kind = plan, packed, kind
+    def __init__(self, plan: Plan, packed: Packed, kind: StepKind, around: AroundSite | None = None) -> None:
+        self.plan, self.packed, self.kind, self.around = plan, packed, kind, around
         self.functions: dict[int, Callable[..., Any]] = {}
         self.prepared: dict[int, Any] = {}
 
-    def bind(self, op: Op, choice: Choice) -> Callable[..., Any]:
+    def bind(self, op: Op, choice: Choice, site: str = "") -> Callable[..., Any]:
         kernel = choice.kernel
         if kernel is not None and not choice.binds_children:
             return self.method(kernel, self.view(op, choice, kernel, ""), op, choice)
@@ -132,8 +153,10 @@ class _Linker:
             if isinstance(value, Weight):
                 value = self.packed[id(value), self.plan.packing(op, value, CANONICAL, self.kind, "unserved").label]
             elif isinstance(value, Op):
-                value = self.bind(value, choice.children[path])
+                child, below = value, f"{site}.{path}" if site else path
+                value = self.bind(child, choice.children[path], below)
                 child_view = view_of(value) if kernel is not None and kernel.find_inlined(path) else None
+                value = value if self.around is None else self.around(below, child, value)
             _set_field(view, op, path, value)
             _set_field(inlining, op, path, value if child_view is None else child_view)
         body = op.variants[choice.variant] if choice.variant else type(op).__call__

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from inferplane.binding import DictSource, View, link, load, signature, view_of
-from inferplane.binding.link import LinearView
+from inferplane.binding.link import LinearView, link_observed
 from inferplane.errors import BindError, KernelError
 from inferplane.ops import DecoderStack, GatedMLP, Linear, RMSNorm
 from inferplane.types import Packing, Weight, When
@@ -246,6 +246,37 @@ def test_kernels_that_inline_nest():
     assert view.kernel is model and view.layers.kernel is stack and view.layers.layers[0].kernel is LAYER
     assert callable(view.sample) and callable(view.norm), "what it does not inline is bound"
     assert p.weight_bytes == plan(tiny_v3(), LAYER).weight_bytes
+
+
+def test_calls_of_bound_ops_can_be_observed():
+    """Each op that is bound by itself is called by what was put in its place; the root is returned as it is bound."""
+    model, seen, bound_at = tiny_llama(), [], {}
+
+    def around(site, op, bound):
+        bound_at[site] = op, bound
+
+        def call(*args):
+            seen.append(site)
+            return bound(*args)
+
+        return call
+
+    def decoder_layer(view, x, residual, batch, kv):
+        return x, residual
+
+    layer = kernel("decoder_layer", "any", 50, target=decoder_layer)
+    p = plan(model, inlining("decoder_stack", "any:decoder_layer"), layer)
+    root = link_observed(p, load(p, DictSource(tensors_for(model))).packed, "mixed", around)
+    sites = dict(model.sites())
+    assert {site: op for site, (op, _) in bound_at.items()} == {s: sites[s] for s in bound_at}
+    assert set(bound_at) == {site for site, _, _ in p.sites("mixed") if site}
+    parts = view_of(root)
+    view_of(root).embed(torch.tensor([1, 2]))
+    inlined, _ = parts.layers("x", None, "batch", "cache")
+    assert seen == ["embed", "layers"]
+    assert inlined.layers[0] is view_of(bound_at["layers.0"][1]), "what a kernel inlines is not observed"
+    view_of(inlined.body).layers[1]("x", None, "batch", "cache")
+    assert seen == ["embed", "layers", "layers.1"]
 
 
 @pytest.mark.parametrize("pins", [{"layers.1": "decomposition"}, {"layers.1.mlp": "reference"}])

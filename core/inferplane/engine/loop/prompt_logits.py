@@ -1,8 +1,9 @@
-"""Logits after every token of a prompt, without sampling: for evaluation."""
+"""Steps over a prompt, and logits after every token of it, without sampling: for evaluation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
 
 import torch
 
@@ -10,7 +11,7 @@ from inferplane.engine.loop.engine import Engine
 from inferplane.engine.request.params import SamplingParams
 from inferplane.engine.request.state import Request
 from inferplane.errors import CapacityError, UsageError
-from inferplane.types import HOST
+from inferplane.types import HOST, Batch
 from inferplane.types.batch import Query, make_batch
 
 
@@ -26,6 +27,22 @@ def prompt_logits(engine: Engine, prompt: Sequence[int], chunk_tokens: int | Non
     Raises:
         UsageError, CapacityError: as for `Engine.add`.
     """
+    with closing(prompt_steps(engine, prompt, chunk_tokens)) as steps:
+        return torch.cat([engine.runner.run(batch)[0].to(HOST) for batch in steps])
+
+
+def prompt_steps(
+    engine: Engine, prompt: Sequence[int], chunk_tokens: int | None = None
+) -> Generator[Batch, None, None]:
+    """The steps of `prompt_logits`. Each is to be run before the next one is taken; the blocks are released at the
+    end, or when the iterator is closed.
+
+    Args:
+        engine, prompt, chunk_tokens: as of `prompt_logits`.
+
+    Raises:
+        UsageError, CapacityError: as for `Engine.add`.
+    """
     engine.check(prompt)
     scheduler, limits = engine.scheduler, engine.scheduler.limits
     if chunk_tokens is not None and chunk_tokens < 1:
@@ -36,11 +53,8 @@ def prompt_logits(engine: Engine, prompt: Sequence[int], chunk_tokens: int | Non
             f"{limits.max_model_len}.",
             remedy=f"shorten it, or {limits.length_remedy}",
         )
-    step, tables, out = (
-        min(chunk_tokens or limits.max_num_batched_tokens, scheduler.max_chunk_tokens(len(prompt))),
-        scheduler.tables,
-        [],
-    )
+    step = min(chunk_tokens or limits.max_num_batched_tokens, scheduler.max_chunk_tokens(len(prompt)))
+    tables = scheduler.tables
     sequence = Request("prompt_logits", list(prompt), SamplingParams(max_tokens=1))
     if scheduler.states is not None:
         sequence.state = scheduler.states.allocate()
@@ -61,12 +75,10 @@ def prompt_logits(engine: Engine, prompt: Sequence[int], chunk_tokens: int | Non
                 )
             blocks, *more_blocks = tables.first_blocks(sequence, start + len(ids))
             query = Query(ids, start, blocks, None, more_blocks, sequence.state)
-            batch = make_batch([query], block_tokens=engine.cache.block_tokens, device=engine.device)
-            out.append(engine.runner.run(batch)[0].to(HOST))
+            yield make_batch([query], block_tokens=engine.cache.block_tokens, device=engine.device)
             sequence.computed += len(ids)
             if scheduler.states is not None and sequence.state is not None:
                 sequence.state = scheduler.states.advance(sequence.state)
             tables.release_out_of_window(sequence)
     finally:
         scheduler.release(sequence)
-    return torch.cat(out)
