@@ -16,7 +16,7 @@ def test_the_commands_of_the_page(tmp_path):
         (tmp_path / folder).mkdir()
         shutil.copy(REPOSITORY / source, tmp_path / folder)
     blocks = list(BLOCK.finditer(PAGE.read_text(encoding="utf-8")))
-    assert [block[1] for block in blocks] == ["console"] * 3
+    assert [block[1] for block in blocks] == ["console"] * 4
     for block in blocks:
         reader.follow(*block.groups(""))
     assert "gptq" in (tmp_path / "demo-int4" / "README.md").read_text()

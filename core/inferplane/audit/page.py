@@ -7,18 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from inferplane.audit.evaluate import Evaluation, Interval, Part
-
-STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1c2430; }
-table { border-collapse: collapse; margin: 1rem 0; }
-th, td { padding: .25rem .75rem; text-align: right; border-bottom: 1px solid #d9dee6; }
-th:first-child, td:first-child { text-align: left; }
-figure { margin: 1.5rem 0; }
-figcaption { color: #556070; }
-svg text { font: 12px system-ui, sans-serif; fill: #556070; }
-"""
-WIDTH, HEIGHT, LEFT, BOTTOM = 720, 240, 64, 28
-COLOURS = ("#2457a6", "#b3541e")
+from inferplane.audit.html_parts import BOTTOM, COLOURS, HEIGHT, LEFT, WIDTH, begin_page, table, wrap_figure
 
 
 def write_page(found: Evaluation, model: str, reference: str | None, settings: Sequence[tuple[str, str]]) -> str:
@@ -31,12 +20,11 @@ def write_page(found: Evaluation, model: str, reference: str | None, settings: S
     """
     title = f"{model} on texts" if reference is None else f"{model} against {reference}"
     parts = [
-        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{escape(title)}</title><style>{STYLE}</style>",
-        f"<h1>{escape(title)}</h1>",
+        begin_page(title),
         f"<p>{found.windows:,} windows, {found.tokens:,} predicted tokens. ",
         "Intervals of 95 % are by bootstrap over windows.</p>",
-        _table(("figure", "value", "from", "to"), _list_figures(found)),
-        _table(("setting", ""), settings),
+        table(("figure", "value", "from", "to"), _list_figures(found)),
+        table(("setting", ""), settings),
         _figure("Perplexity by position in the window", found.by_position, ("perplexity", "reference_perplexity")),
     ]
     if reference is not None:
@@ -44,7 +32,7 @@ def write_page(found: Evaluation, model: str, reference: str | None, settings: S
         parts.append(_figure(caption, found.by_position, ("divergence",)))
     for name, rows in (("positions", found.by_position), ("file", found.by_file)):
         heads = (name, "tokens", "perplexity", "of the reference", "divergence", "same first choice")
-        parts.append(_table(heads, [_list_cells(part) for part in rows]))
+        parts.append(table(heads, [_list_cells(part) for part in rows]))
     return "\n".join([*parts, "</html>"])
 
 
@@ -62,12 +50,6 @@ def _list_figures(found: Evaluation) -> list[tuple[str, ...]]:
 def _list_cells(part: Part) -> tuple[str, ...]:
     figures = part.perplexity, part.reference_perplexity, part.divergence, part.agreement
     return part.name, f"{part.tokens:,}", *("-" if value is None else f"{value:.5g}" for value in figures)
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in heads)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
 
 
 def _figure(caption: str, parts: Sequence[Part], fields: Sequence[str]) -> str:
@@ -96,6 +78,4 @@ def _figure(caption: str, parts: Sequence[Part], fields: Sequence[str]) -> str:
         y = (HEIGHT - BOTTOM) * (1 - 0.92 * share)
         drawn.append(f"<line x1='{LEFT}' x2='{WIDTH}' y1='{y:.1f}' y2='{y:.1f}' stroke='#d9dee6'/>")
         drawn.append(f"<text x='{LEFT - 6}' y='{y + 4:.1f}' text-anchor='end'>{top * share:.3g}</text>")
-    body = "".join(drawn)
-    plot = f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' role='img'>{body}</svg>"
-    return f"<figure>{plot}<figcaption>{escape(caption)}</figcaption></figure>"
+    return wrap_figure("".join(drawn), caption)

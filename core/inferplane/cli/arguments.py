@@ -319,8 +319,8 @@ def suggest(word: str, known: Iterable[str], otherwise: str, form: str = "{}") -
     return f"perhaps {form.format(close[0])} was meant" if close else otherwise
 
 
-def pins(words: Sequence[str]) -> dict[str, str]:
-    """`--op` words as a mapping.
+def pins(words: Sequence[str], flag: str = "--op") -> dict[str, str]:
+    """`--op` words as a mapping; `flag` is the option that they are of.
 
     Raises:
         UsageError: a word is not WHAT=PROVIDER, or pins something twice.
@@ -329,9 +329,11 @@ def pins(words: Sequence[str]) -> dict[str, str]:
     for word in words:
         what, equals, provider = (part.strip() for part in word.partition("="))
         if not (what and equals and provider):
-            raise UsageError(f"--op {word!r} is not WHAT=PROVIDER.", remedy="write for example --op linear=reference")
+            raise UsageError(
+                f"{flag} {word!r} is not WHAT=PROVIDER.", remedy=f"write for example {flag} linear=reference"
+            )
         if out.setdefault(what, provider) != provider:
-            raise UsageError(f"--op pins {what!r} to {out[what]!r} and to {provider!r}.", remedy="keep one of them")
+            raise UsageError(f"{flag} pins {what!r} to {out[what]!r} and to {provider!r}.", remedy="keep one of them")
     return out
 
 

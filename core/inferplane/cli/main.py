@@ -34,6 +34,7 @@ VERBS = {
     "export": "write a model with its weights packed for one device, for faster starts",
     "quantize": "write a quantized copy of a model",
     "eval": "measure what a format costs: perplexity, divergence from a reference",
+    "audit": "show where in a network an error arises, against a reference",
     "convert": "write a GGUF model as a folder in the Hugging Face layout",
     "show": "show what a name stands for, where it lies and which files it has",
     "rm": "remove a model from the cache",

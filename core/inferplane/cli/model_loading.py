@@ -99,6 +99,18 @@ def open_model(args: argparse.Namespace, screen: Screen) -> tuple[LLM, SamplingP
     return llm, params
 
 
+def load_model(model: str, options: dict[str, Any], screen: Screen) -> LLM:
+    """Load a model, downloading it first if it is a name that is not in the cache."""
+    from inferplane.engine import LLM
+
+    name = None if Path(model).expanduser().exists() else parse_name(model)
+    if name is not None and find(name) is None:
+        with fetching(name, screen) as progress:
+            locate(name, progress=progress)
+    with screen.loading(f"loading {model}") as loading:
+        return LLM(model, **options, progress=loading.bar)
+
+
 def summary_line(timings: Timings, device: str, reason: str | None, drawn_seed: int | None) -> str:
     """One line: prompt and generated tokens, seconds to the first, tokens per second, device, and a drawn seed."""
     parts = [

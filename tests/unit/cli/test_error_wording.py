@@ -146,6 +146,7 @@ def test_settings_from_elsewhere_keep_their_names():
 NEEDED = {
     "export": ("--out", "exported"),
     "eval": ("--data", __file__),
+    "audit": ("--data", __file__),
     "bench": ("latency",),
     "config": ("show",),
     "tune": ("--out", "x.lock"),
