@@ -17,7 +17,7 @@ figcaption { color: #556070; }
 svg text { font: 12px system-ui, sans-serif; fill: #556070; }
 """
 WIDTH, HEIGHT, LEFT, BOTTOM = 720, 240, 64, 28
-COLOURS = ("#2457a6", "#b3541e")
+COLOURS = ("#2457a6", "#b3541e", "#3f7d4e")
 DECADES = 9
 """Most powers of ten that a logarithmic axis has below its largest value."""
 
@@ -73,6 +73,7 @@ def plot_decades(
     top = math.ceil(math.log10(max(finite)) + 1e-9)
     bottom = max(math.floor(math.log10(min(finite))), top - DECADES)
     bottom = min(bottom, top - 1)
+    has_less = any(value < 10.0**bottom for each in series for value in each.values)
     right, height = WIDTH - LEFT - 8, HEIGHT - BOTTOM - 20
 
     def at(i: float) -> float:
@@ -86,7 +87,8 @@ def plot_decades(
     for power in range(bottom, top + 1):
         y = level(10.0**power)
         drawn.append(f"<line x1='{LEFT}' x2='{WIDTH}' y1='{y:.1f}' y2='{y:.1f}' stroke='#d9dee6'/>")
-        drawn.append(f"<text x='{LEFT - 6}' y='{y + 4:.1f}' text-anchor='end'>{10.0**power:.0e}</text>")
+        below = "≤" if power == bottom and has_less else ""
+        drawn.append(f"<text x='{LEFT - 6}' y='{y + 4:.1f}' text-anchor='end'>{below}{10.0**power:.0e}</text>")
     for number, (each, colour) in enumerate(zip(series, COLOURS)):
         drawn.append(f"<text x='{LEFT + 8 + 200 * number}' y='12' style='fill:{colour}'>{escape(each.name)}</text>")
         if each.has_line:

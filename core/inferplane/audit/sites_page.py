@@ -35,9 +35,9 @@ def write_sites_page(found: SiteAudit, model: str, reference: str, settings: Seq
         "large values does not hide the others.</p>",
         table(("figure", ""), figures),
         table(("setting", ""), settings),
-        _plot("Errors over depth: embedding, layers, last norm, head", found.units, ""),
-        _plot("The same by token", found.units, "_by_token"),
-        _plot("Errors of all sites, in the order in which they return", found.sites, ""),
+        _plot("Errors over depth: embedding, layers, last norm, head", found.units, ("introduced", "arrived", "out")),
+        _plot("The same by token", found.units, ("introduced_by_token", "out_by_token")),
+        _plot("Errors of all sites, in the order in which they return", found.sites, ("introduced", "arrived")),
         table(
             ("equal sites of all layers", "sites", "introduced: median", "largest", "at"),
             [(p.part, f"{p.sites:,}", as_text(p.median), as_text(p.maximum), p.at) for p in found.by_part],
@@ -58,11 +58,16 @@ def list_cells(each: SiteErrors) -> tuple[str, ...]:
     return (each.modules, each.site, *map(as_text, errors), each.role)
 
 
-def _plot(caption: str, sites: Sequence[SiteErrors], form: str) -> str:
-    def series(name: str, field: str, *, has_line: bool = False) -> Series:
-        return Series(name, [getattr(each, f"{field}{form}") for each in sites], has_line)
+WORDS = {"out": "of the result", "introduced_by_token": "introduced", "out_by_token": "of the result"}
+"""What plots call the fields of `SiteErrors`, if not by their names."""
 
-    drawn = series("introduced", "introduced"), series("of the result", "out", has_line=True)
+
+def _plot(caption: str, sites: Sequence[SiteErrors], fields: Sequence[str]) -> str:
+    """The first field as dots, the others as lines."""
+    drawn = [
+        Series(WORDS.get(name, name), [getattr(each, name) for each in sites], has_line=name != fields[0])
+        for name in fields
+    ]
     starts: list[tuple[int, str]] = []
     for i, each in enumerate(sites):
         word = each.site.partition(".")[0] if each.layer is None else str(each.layer)

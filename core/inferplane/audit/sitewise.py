@@ -49,7 +49,7 @@ class SiteErrors:
         out: of its result, in the model's own run.
         introduced_by_token, out_by_token: the same as the rms over tokens of each one's relative error: a token with
             large values does not hide the others.
-        threshold: above which an introduced error counts.
+        threshold: above which an introduced error counts, in one form or the other.
         role: see `Role`.
     """
 
@@ -225,17 +225,18 @@ class _Audit:
             own, other = self.model.sites[site], self.reference.sites[site]
             limit = self.default_threshold(own.op) if threshold is None else threshold
             arrived, introduced, out = sums.arrived.error, sums.introduced.error, sums.out.error
+            introduced_by_token, out_by_token = sums.introduced.error_by_token, sums.out.error_by_token
             below = f"{site}." if site else ""
             role: Role = "agrees"
             if any(each.startswith(below) for each in introducing):
                 role = "contains"
-            elif introduced > limit:
+            elif max(introduced, introduced_by_token) > limit:
                 role = "introduces"
                 introducing.append(site)
-            elif max(arrived, out) > limit:
+            elif max(arrived, out, out_by_token) > limit:
                 role = "passes on"
             kernels = own.kernel, other.kernel
-            errors = arrived, introduced, out, sums.introduced.error_by_token, sums.out.error_by_token
+            errors = arrived, introduced, out, introduced_by_token, out_by_token
             found.append(SiteErrors(site, names[site], own.op.name, find_layer(site), *kernels, *errors, limit, role))
         return found
 

@@ -66,14 +66,17 @@ def test_larger_kernels_are_named_and_divided(tmp_path, monkeypatch, capsys):
     text = tmp_path / "text.txt"
     text.write_text("def f(x):\n    return x + 1\n\n" * 60)
     command = ["audit", "demo", "--device", "cpu", "--data", str(text), "--window-tokens", "16", "--windows", "1"]
-    assert main([*command, "--json"]) == 0
+    assert main([*command, "--no-parts", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     fused = [site for sites in data["fused"]["model"].values() for site in sites]
-    assert not fused or main(command) == 0
+    assert not fused or main([*command, "--no-parts"]) == 0
     assert not fused or f"runs all of {fused[0]}" in capsys.readouterr().err
-    assert main([*command, "--parts", "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert data["fused"] == {"model": {}, "reference": {}}
+    pinned = ["--against-op", "silu_mul=reference", "--json"]  # kernels differ, so they are compared as they run
+    assert main([*command, *pinned]) == 0
+    assert json.loads(capsys.readouterr().out)["fused"]["model"] == data["fused"]["model"]
+    assert main([*command, "--json"]) == main([*command, *pinned, "--parts"]) == 0
+    data, divided = map(json.loads, capsys.readouterr().out.splitlines())
+    assert data["fused"] == divided["fused"] == {"model": {}, "reference": {}}
     assert {"layers.0.attn.o", "layers.7.mlp.shared.down"} <= {each["site"] for each in data["sites"]}
 
 

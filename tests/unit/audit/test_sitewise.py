@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from inferplane import LLM
 from inferplane.audit import audit_sites
+from inferplane.audit.differences import Difference, list_results
 from inferplane.audit.observe import ObservedModel
 from inferplane.calibrate.texts import Window
 from inferplane.errors import UsageError
-from inferplane.ops import Linear
+from inferplane.ops import Linear, MoERoute
 from tests.families.cases import make
 
 TOKENS = 60
@@ -310,3 +311,54 @@ def test_calls_of_products_have_their_inputs(folder):
         observed = ObservedModel(model)
         assert observed.units == ["embed", "layers.0", "layers.1", "norm", "head"] and not observed.fused
         assert isinstance(observed.sites["layers.1.mlp.down"].op, Linear)
+
+
+def test_a_token_with_large_values_hides_no_error(folder, tmp_path):
+    """One token's embedding is a thousand times the others': the rms over all rows has it alone."""
+    ids = draw(160, count=1)[0].ids
+
+    def change(name, value):
+        if "embed_tokens" not in name:
+            return None
+        large = value.clone()
+        large[ids[0]] *= 1000
+        return large
+
+    disturb(folder, tmp_path / "large", change)
+    noise = torch.Generator().manual_seed(1)
+    faulty = {"layers.0.self_attn.o_proj": 0.05, "layers.0.mlp.down_proj": 0.05}
+
+    def wrong(name, value):
+        size = next((s for module, s in faulty.items() if module in name), 0)
+        return value + size * torch.randn(value.shape, generator=noise) if size else None
+
+    disturb(tmp_path / "large", tmp_path / "wrong", wrong)
+    with opened(tmp_path / "wrong") as model, opened(tmp_path / "large") as reference:
+        found = {each.site: each for each in audit_sites(model, reference, [Window("a", ids)], 0.05).sites}
+    layer = found["layers.0"]
+    assert layer.introduced < 0.01 < 0.1 < layer.introduced_by_token == layer.out_by_token
+    assert found["layers.0.attn.o"].role == "introduces" and layer.role == "contains"
+    assert found["layers.1"].introduced == 0 and found["layers.1"].role == "passes on"
+
+
+@pytest.mark.parametrize(("columns", "by_token"), [(1, 1.0), (64, math.sqrt(1.25 / 2))])
+def test_errors_by_token(columns, by_token):
+    """Two tokens with errors of 1 and 0.5, the first of a hundredth of the second's size; few columns have no form of
+    their own, since they may be near 0 by chance."""
+    reference = torch.ones(3, columns) * torch.tensor([[0.01], [1.0], [0.0]])
+    found = Difference()
+    found.add([reference * torch.tensor([[2.0], [1.5], [1.0]])], [reference])
+    total = math.sqrt((0.01**2 + 0.5**2) / (0.01**2 + 1))
+    assert found.error == pytest.approx(total, rel=1e-6)
+    assert found.error_by_token == pytest.approx(total if columns == 1 else by_token, rel=1e-6)
+
+
+def test_experts_in_another_order_are_equal():
+    """The order of a token's experts is free, their weights are not."""
+    op = MoERoute(None, 2)
+    weights, ids = torch.tensor([[0.7, 0.3], [0.6, 0.4]]), torch.tensor([[5, 1], [0, 2]])
+    found = Difference()
+    found.add(list_results(op, (weights.flip(1), ids.flip(1))), list_results(op, (weights, ids)))
+    assert found.error == 0
+    found.add(list_results(op, (weights.flip(1), ids)), list_results(op, (weights, ids)))
+    assert found.error > 0.3

@@ -7,8 +7,8 @@ MODEL's site is called with the reference's input. A site with an arrived error 
 site that introduces more than a threshold is the first to diverge.
 
 The reference is MODEL itself if --against is left out; it runs as the options --against-... say, and without MODEL's
-formats and pins. Both run with the kernels that serve prompts. Where a kernel runs several products in one call, the
-call is the site; --parts divides it.
+formats and pins. Where a kernel runs several products in one call, the call is the site, unless --parts divides it.
+By token: the rms over tokens of each one's relative error, so that a token with large values does not hide the others.
 """
 
 from __future__ import annotations
@@ -64,8 +64,11 @@ def add_arguments(parser: Parser) -> None:
     words = "introduced error above which a site diverges; left out: the tolerance that kernels of its op are held to"
     words += " in the less precise of both dtypes (float32: 2e-06 to 2e-05, bfloat16: 0.008 to 0.03)"
     parser.add_argument("--threshold", metavar="E", type=float, help=words)
-    words = "divide what a larger kernel runs in one call into its parts, each with a kernel of its own"
-    parser.add_argument("--parts", action="store_true", help=words)
+    words = (
+        "divide what a larger kernel runs in one call into its parts, each with a kernel of its own; left out: where"
+    )
+    words += " both run on one device with the same pins, so that weights differ and not kernels"
+    parser.add_argument("--parts", action=argparse.BooleanOptionalAction, default=None, help=words)
     words = "list the sites whose path or modules match, such as 'layers.3.*'; repeatable"
     parser.add_argument("--sites", metavar="PATTERN", action="append", default=[], help=words)
     add_json(parser)
@@ -85,7 +88,7 @@ def add_arguments(parser: Parser) -> None:
     group.add_argument("--against-op", metavar="WHAT=PROVIDER", action="append", default=[], help=words)
     add_examples(
         parser,
-        "org/m --quantization weight_only_int4 --parts --data texts",
+        "org/m --quantization weight_only_int4 --data texts",
         "copy --against org/m --data texts --html report.html",
         "org/m --against-op causal_lm=reference --data texts",
     )
@@ -114,10 +117,12 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
         "ops": pins(args.against_op, "--against-op"),
     }
     against = args.model if args.against is None else args.against
+    is_same_plan = (own["device"], own["ops"]) == (other["device"], other["ops"])
+    parts = is_same_plan if args.parts is None else args.parts
     with ExitStack() as opened:
-        model = opened.enter_context(_load(args.model, own, screen, parts=args.parts))
+        model = opened.enter_context(_load(args.model, own, screen, parts=parts))
         with _name_options_of_reference(given):
-            reference = opened.enter_context(_load(against, other, screen, parts=args.parts))
+            reference = opened.enter_context(_load(against, other, screen, parts=parts))
         windows = texts.draw(model.tokenizer.encode)
         with screen.progress_counter("auditing", len(windows)) as count:
             found = audit_sites(model, reference, windows, threshold, count)
@@ -181,14 +186,17 @@ def _show(found: SiteAudit, patterns: Sequence[str], screen: Screen) -> None:
     if first is None:
         screen.show("no site diverges: none introduces an error above its threshold")
     else:
+        run_by = f"{first.kernel} against {first.reference_kernel}"
+        errors = f"introduces {first.introduced:.3g} ({first.introduced_by_token:.3g} by token)"
         screen.show(
-            f"first to diverge: {first.modules} (site {first.site}, {first.kernel} against {first.reference_kernel})",
-            f"  introduces {first.introduced:.3g}, above {first.threshold:.3g}; {first.arrived:.3g} arrives",
+            f"first to diverge: {first.modules} (site {first.site}, {run_by})",
+            f"  {errors}, above {first.threshold:.3g}; {first.arrived:.3g} arrives",
         )
     counts = ", ".join(f"{found.count(role):,} {words}" for role, words in ROLES.items())
     screen.show(f"sites: {counts}", f"error of the last result: {last.out:.3g}")
     screen.show("", _site_table("over depth", found.units, by_token=True))
-    screen.show("", _part_table(found))
+    if any(part.maximum for part in found.by_part):
+        screen.show("", _part_table(found))
     most = sorted((each for each in found.sites if each.role == "introduces"), key=lambda each: -each.introduced)
     if most:
         screen.show("", _site_table("introduce most", most[:MOST_ROWS]))
@@ -198,7 +206,10 @@ def _show(found: SiteAudit, patterns: Sequence[str], screen: Screen) -> None:
             for each in found.sites
             if any(fnmatch.fnmatchcase(name, p) for p in patterns for name in (each.site, each.modules))
         ]
-        screen.show("", _site_table("that match", matching))
+        if matching:
+            screen.show("", _site_table("that match", matching))
+        else:
+            screen.note(f"no site matches {' or '.join(patterns)}; there are such as {found.sites[1].site}")
     for whose, kernels in found.fused.items():
         for kernel, sites in kernels.items():
             more = f" and {len(sites) - 1} more" if len(sites) > 1 else ""
