@@ -99,13 +99,14 @@ class ObservedModel:
 
     def _around(self, site: str, op: Op, bound: Callable[..., Any]) -> Callable[..., Any]:
         self.sites[site] = BoundSite(op, bound, self._choices[site].label)
+        observed, calls = self._observed, self._calls  # not `self`, which would hold the weights in a circle
 
         def call(*arguments: Any) -> Any:
-            if site not in self._observed:
+            if site not in observed:
                 return bound(*arguments)
             given = tuple(map(_copy, arguments))
             result = bound(*arguments)
-            self._calls.setdefault(site, []).append(Call(given, tuple(map(_copy, as_tuple(result)))))
+            calls.setdefault(site, []).append(Call(given, tuple(map(_copy, as_tuple(result)))))
             return result
 
         return call
