@@ -46,7 +46,7 @@ case ${1:-} in
         exec python3 -c 'import sys, urllib.request as r; r.urlopen(f"http://127.0.0.1:{sys.argv[1]}/v2/health/ready", timeout=4)' \
             "${INFERPLANE_HEALTH_PORT:-${HEALTH_HTTP_PORT:-$HTTP_PORT}}"
         ;;
-    generate | chat | serve | pull | list | export | quantize | eval | convert | show | rm | config | devices | doctor | explain | estimate | ops | conform | tune | bench)
+    generate | chat | serve | pull | list | export | quantize | eval | audit | convert | show | rm | config | devices | doctor | explain | estimate | ops | conform | tune | bench)
         exec inferplane "$@"
         ;;
     *)

@@ -14,7 +14,7 @@ from inferplane.errors import InferplaneError
 from inferplane.models import Build, Config, build
 from inferplane.ops import FORMATS, CausalLM, Op
 from inferplane.quant.online import find_role
-from inferplane.quant.stored import FP8_BLOCKS, FP8_ROWS, FP8_STATIC
+from inferplane.quant.schemes import FP8_BLOCKS, FP8_ROWS, FP8_STATIC
 from inferplane.types import (
     PLAIN,
     ActivationQuant,

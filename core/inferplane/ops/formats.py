@@ -98,8 +98,8 @@ def encode(weight: torch.Tensor, format: str) -> QTensor:
         format: one of `FORMATS`.
 
     Returns:
-        A QTensor, symmetric but in the formats with minimums. A block of zeros gets scale 1, which avoids a division by
-        zero.
+        A QTensor, symmetric but in the formats with minimums. A block of zeros gets scale 1, in NVFP4 the smallest one,
+        which avoids a division by zero.
 
     Raises:
         UsageError: unknown format.
