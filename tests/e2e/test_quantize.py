@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from inferplane import LLM
 from inferplane.cli.main import main
 from inferplane.engine import ModelFiles
 from inferplane.errors import CapacityError, InferplaneWarning, UnsupportedModelError, UsageError
@@ -117,6 +118,36 @@ def test_a_head_in_int8_beside_weights_of_four_bits(scheme, tmp_path):
     found = {name: format for name, (format, _) in weights_of(tmp_path / "copy").items()}
     assert found.pop("lm_head.weight") == "int8_group" and set(found.values()) == {scheme.removeprefix("weight_only_")}
     assert (run(tmp_path / "copy", None)[0] - run(tmp_path / "plain", scheme)[0]).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("scheme", ["weight_only_int4", "weight_only_mxfp4", "weight_only_nvfp4"])
+def test_a_tied_head_is_quantized_at_load(scheme, tmp_path):
+    """A copy has it plain, since it is the embedding too; the scheme at load quantizes it, though all else stays."""
+    random_model(llama_config(hidden_size=128, intermediate_size=256, tie_word_embeddings=True)).save_pretrained(
+        tmp_path / "plain"
+    )
+    quantize_checkpoint(origin_of(tmp_path / "plain"), scheme, tmp_path / "copy", "test")
+    for head, format in (("auto", "int8_group"), ("none", "plain")):
+        options = {"device": "cpu", "dtype": "bfloat16", "quantization": scheme, "max_model_len": 32}
+        with LLM(str(tmp_path / "copy"), head_format=head, **options) as llm:
+            assert llm.runner.model.head.weight.format == format
+
+
+def test_weights_that_engines_join_share_the_factor_of_their_scales(tmp_path):
+    model = random_model(llama_config(hidden_size=128, intermediate_size=256))
+    layer = model.model.layers[0]
+    layer.self_attn.k_proj.weight.data *= 7
+    layer.mlp.gate_proj.weight.data[3, :64] *= 1e-6
+    layer.mlp.up_proj.weight.data *= 40
+    model.save_pretrained(tmp_path / "plain")
+    quantize_checkpoint(origin_of(tmp_path / "plain"), "weight_only_nvfp4", tmp_path / "copy", "test")
+    tensors, plain = load_file(tmp_path / "copy" / "model.safetensors"), load_file(tmp_path / "plain/model.safetensors")
+    of = lambda module: tensors[f"model.layers.0.{module}.weight_global_scale"]  # noqa: E731
+    assert of("self_attn.q_proj") == of("self_attn.k_proj") == of("self_attn.v_proj") < of("self_attn.o_proj")
+    assert of("mlp.gate_proj") == of("mlp.up_proj")
+    for name, (_, q) in weights_of(tmp_path / "copy").items():
+        error = (q.dequantize() - plain[name].float()).norm() / plain[name].float().norm()
+        assert error < 0.16, name
 
 
 def test_scales_with_a_factor_of_their_own(tmp_path):

@@ -38,7 +38,8 @@ def refuse_paddle_files(where: str, names: Iterable[str]) -> CheckpointError | N
         found.append((PROGRAM, "what Paddle calls its programs"))
     if not found or any(name.endswith(".safetensors") for name in names):
         return None
-    stated = next((q for q in QUANTIZATIONS if q in where.lower().replace("-", "_")), "")
+    own = where.rstrip("/").rpartition("/")[2].lower().replace("-", "_")
+    stated = next((q for q in QUANTIZATIONS if q in own), "")
     passed = (
         f"quantization={OTHER_NAMES.get(stated, stated)!r}" if stated else "quantization='weight_only_int8' or another"
     )

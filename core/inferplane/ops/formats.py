@@ -98,8 +98,8 @@ def encode(weight: torch.Tensor, format: str) -> QTensor:
         format: one of `FORMATS`.
 
     Returns:
-        A QTensor, symmetric but in the formats with minimums. A block of zeros gets scale 1, in NVFP4 the smallest one,
-        which avoids a division by zero.
+        A QTensor, symmetric but in the formats with minimums. A block of zeros gets scale 1, in NVFP4 half of the
+        factor, which avoids a division by zero.
 
     Raises:
         UsageError: unknown format.
@@ -186,6 +186,7 @@ def find_nvfp4_scales(amax: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """Scales of canonical entries in NVFP4, which are numbers of e4m3 times half of `factor`, for the largest
     magnitudes of groups; NaN for a group with NaN or an infinity."""
     scale = (amax / (MXFP4_VALUES[-1] / 2) / factor).clamp(2.0**-9, FP8_MAX).to(FP8).float() * factor / 2
+    scale = torch.where(amax == 0, factor / 2, scale)  # which float16 holds where it holds others
     return scale.masked_fill(~amax.isfinite(), torch.nan)
 
 

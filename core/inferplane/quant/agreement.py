@@ -38,9 +38,15 @@ def find_contradiction(one: Mapping[str, Any], other: Mapping[str, Any]) -> tupl
 
 
 def complete(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """`one`, with the entries about weights that only `other` states. A reader would take defaults for them."""
+    """`one`, with the entries about weights that only `other` states. A reader would take defaults for them.
+
+    Settings of another method add nothing, nor those without a method to a method that is neither GPTQ's nor AWQ's.
+    """
     if is_auto_round(one) != is_auto_round(other):  # their entries have other names
         return dict(one) if find_method(one) else {**other, **one}
+    methods = find_method(one), find_method(other)
+    if methods[0] not in ("", methods[1]) and (methods[1] or methods[0] not in METHODS):
+        return dict(one)  # left over from another method, whose entries mean nothing here
     known = _list_statements(one)
     keys = [found.key for topic, each in _list_statements(other).items() if topic not in known for found in each]
     return {**{key: other[key] for key in keys if key in other}, **one}

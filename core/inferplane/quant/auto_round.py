@@ -50,11 +50,15 @@ def translate(settings: Mapping[str, Any]) -> dict[str, Any]:
     name = str(stated).lower().replace("autoround", "auto_round") if stated and stated != "auto" else DEFAULT
     layout = next((name.removesuffix(end) for end in OF_KERNELS if name.endswith(end)), name)
     found = PACKINGS.get(layout)
-    symmetric = settings.get("sym", True)
-    if found is None or (layout != name and found is GPTQ_V2 and symmetric is not True):
+    symmetric, single = settings.get("sym", True), settings.get("extra_config") or {}
+    has_zeros = symmetric is not True or (
+        isinstance(single, Mapping)
+        and any(isinstance(changes, Mapping) and changes.get("sym") is False for changes in single.values())
+    )
+    if found is None or (layout != name and found is GPTQ_V2 and has_zeros):
         raise UnsupportedModelError(
             f"The checkpoint's quantization_config of AutoRound has packing_format = {stated!r}"
-            f"{' with sym = ' + repr(symmetric) if found else ''}, which is not implemented.",
+            f"{' with zero points (sym false)' if found else ''}, which is not implemented.",
             there_is=f"{', '.join(map(repr, PACKINGS))}, of integers of 4 or 8 bits",
             remedy="export the model again in one of these formats, or in that of compressed-tensors (llm_compressor)",
         )

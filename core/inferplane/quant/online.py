@@ -61,8 +61,8 @@ _A8W8_FP8 = OnlineScheme(FP8, FP8, (), _TO_FP8, stored=FP8)
 SCHEMES = {
     "weight_only_int8": OnlineScheme(INT8, INT8, INT8),
     "weight_only_int4": OnlineScheme(INT4, INT4, INT8),
-    "weight_only_mxfp4": OnlineScheme(("mxfp4",), ("mxfp4",), INT8, stored=("mxfp4",)),
-    "weight_only_nvfp4": OnlineScheme(("nvfp4",), ("nvfp4",), INT8, stored=("nvfp4",)),
+    "weight_only_mxfp4": OnlineScheme(("mxfp4",), ("mxfp4",), INT8),
+    "weight_only_nvfp4": OnlineScheme(("nvfp4",), ("nvfp4",), INT8),
     "a8w8": _A8W8,
     "a8w8c8": _A8W8,
     "a8w8_fp8": _A8W8_FP8,

@@ -27,7 +27,10 @@ def spell(settings: Mapping[str, Any], default: str = "") -> dict[str, Any]:
     Source: `AwqConfig` of AutoAWQ and of transformers; `QuantizeConfig` of GPTQModel, which also writes `method`.
     """
     method = find_method(settings) or default
-    out = dict(settings) if settings.get("quant_method") or not method else {**settings, "quant_method": method}
+    if method.startswith("modelopt_"):  # the algorithm follows, which `quant_algo` says too
+        method = "modelopt"
+    stated = settings.get("quant_method") == method or not method
+    out = dict(settings) if stated else {**settings, "quant_method": method}
     for other, name in NAMES.items() if method in METHODS else ():
         if other in out and name not in out:
             out[name] = out.pop(other)

@@ -197,7 +197,10 @@ def _refuse(settings: Mapping[str, Any], plugins: Collection[str] = (), where: s
 
 def find_stored_format(settings: Mapping[str, Any]) -> str:
     """The one weight format that a checkpoint's settings state; "" if core reads none from them."""
-    settings, rules = _settle(settings, None)
+    try:
+        settings, rules = _settle(settings, None)
+    except UnsupportedModelError:
+        return ""
     found = None if rules else find_scheme(settings)
     return "" if found is None else found.format
 
@@ -290,6 +293,13 @@ def _read_by_module(settings: Mapping[str, Any], rules: ModuleRules, names: Coll
         if found is None:
             raise _refuse({**settings, **changes}, where="" if rule is None else f" by {rule.text}")
         made[rule] = found
+    for rule in rules if names is not None else ():
+        if rule.changes is not None and "sym" in rule.changes and rule not in made:
+            warn(
+                f"The checkpoint's quantization_config has sym = {rule.changes['sym']} by {rule.text}, which names no "
+                "module that is read. If some are meant under another name, their zero points are read wrongly: "
+                "correct the entry."
+            )
     return _of_schemes(settings, set(made.values()), scheme_of, names)
 
 

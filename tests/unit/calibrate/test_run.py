@@ -19,6 +19,7 @@ from inferplane.calibrate import (
     read_texts,
     slice_windows,
 )
+from inferplane.calibrate.catalog import make_clip, make_gptq
 from inferplane.calibrate.partial import PartialCalibration
 from inferplane.calibrate.texts import Text
 from inferplane.engine import ModelFiles
@@ -27,6 +28,7 @@ from inferplane.models.writing.fused_names import list_parts
 from inferplane.models.writing.quantize import ModelToQuantize, QuantizedCopy, quantize_checkpoint
 from inferplane.plugins import host
 from inferplane.quant.online import quantize
+from tests.e2e.tiny_models import llama_config, random_model
 from tests.families.cases import CASES, make
 
 
@@ -289,3 +291,20 @@ def test_the_verb(tmp_path, monkeypatch, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "text.txt"]
     assert main([*command, "--method", "clip"]) == 2
     assert "--method needs texts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", [make_gptq, make_clip])
+def test_joined_weights_share_a_factor_in_nvfp4(method, tmp_path):
+    model = random_model(llama_config(hidden_size=64, intermediate_size=128))
+    model.model.layers[0].self_attn.k_proj.weight.data *= 7
+    model.model.layers[1].mlp.up_proj.weight.data *= 40
+    model.save_pretrained(tmp_path / "model")
+    windows = [torch.randint(0, 60, (48,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(3)]
+    settings = CalibrationSettings(make_recipe(("it",), {"it": method()}), windows)
+    write(origin_of(tmp_path / "model"), tmp_path / "copy", settings, "weight_only_nvfp4")
+    tensors = load_file(tmp_path / "copy" / "model.safetensors")
+    scales = {name: value for name, value in tensors.items() if name.endswith("_global_scale")}
+    assert len(scales) > 12 and len({value.item() for value in scales.values()}) > 1
+    for name, value in scales.items():
+        joined = name.replace("gate_proj", "up_proj").replace("q_proj", "k_proj").replace("v_proj", "k_proj")
+        assert value == scales[joined], name

@@ -133,3 +133,25 @@ def test_two_files_beside_a_config_without_settings(tmp_path):
 @pytest.mark.parametrize("inside", [[], "gptq", 4])
 def test_settings_that_are_no_object_are_refused_where_they_are_read(inside, tmp_path):
     assert read(tmp_path, inside, "quantize_config.json", GPTQ) == inside
+
+
+def test_settings_are_completed_wherever_the_config_has_them(tmp_path):
+    inside = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 4, "sym": False, "desc_act": True}))
+    for entries in ({"quantization_config": inside, "text_config": {"quantization_config": inside}},):
+        (tmp_path / "config.json").write_text(json.dumps(entries))
+        found = Config.read(tmp_path)["quantization_config"]
+        assert (found["sym"], found["desc_act"]) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("inside", "beside"),
+    [(PACKED, {"bits": 4, "group_size": 128, "sym": True}), (PACKED, {"bits": 4}), (NVFP4, {"bits": 4})],
+)
+def test_a_file_left_over_adds_nothing_to_another_method(inside, beside, tmp_path):
+    assert read(tmp_path, inside, "quantize_config.json", beside) == inside
+
+
+def test_a_method_with_its_algorithm_is_modelopts(tmp_path):
+    settings = {**NVFP4, "quant_method": "modelopt_fp4"}
+    assert read_quant_config(settings, None).format_of("model.layers.0.mlp.up_proj.weight") == "nvfp4"

@@ -102,6 +102,13 @@ def test_an_order_of_one_module_expands_it_alone():
     assert torch.equal(read(found, tensors, f"{UP}.weight").dequantize(), values[f"{UP}.weight"])
 
 
+def test_a_sym_of_modules_that_are_not_there_is_warned_of():
+    """Other entries would fail by the tensors' shapes."""
+    tensors, _ = modules()
+    with pytest.warns(InferplaneWarning, match="sym = False by dynamic .*thinker.* which names no module"):
+        read_quant_config({**GPTQ, "dynamic": {r"+:^thinker\.": {"sym": False}}}, set(tensors))
+
+
 def test_settings_of_modules_that_are_not_there_need_not_be_read():
     tensors, values = modules()
     check({**GPTQ, "dynamic": {"+:.*visual.*": {"bits": 3}}}, tensors, values, ["int4_group"])
@@ -182,7 +189,11 @@ def test_a_packing_in_the_entry_of_older_releases():
     [
         ({"packing_format": "auto_round:llm_compressor"}, "packing_format = 'auto_round:llm_compressor', which is not"),
         ({"packing_format": "auto_round:fp8_static"}, "packing_format = 'auto_round:fp8_static'"),
-        ({"packing_format": "auto_round:exllamav2", "sym": False}, "'auto_round:exllamav2' with sym = False"),
+        ({"packing_format": "auto_round:exllamav2", "sym": False}, "'auto_round:exllamav2' with zero points"),
+        (
+            {"packing_format": "auto_round:exllamav2", "extra_config": {"model.layers.0.mlp.up_proj": {"sym": False}}},
+            "'auto_round:exllamav2' with zero points",
+        ),
         ({"packing_format": "auto_round:auto_awq", "bits": 8}, "'awq' with bits = 8"),
         ({"bits": 3}, "'gptq' with bits = 3"),
         ({"act_bits": 8}, "act_bits = 8"),

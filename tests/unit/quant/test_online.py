@@ -271,6 +271,20 @@ def test_an_fp8_checkpoint_is_what_a8w8_fp8_makes(config, taken):
     assert not any(takes_as_stored(name, stored) for name in SCHEMES if name not in ("a8w8_fp8", "a8w8c8_fp8"))
 
 
+def test_settings_that_are_not_read_are_in_no_schemes_format():
+    unread = {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor", "bits": 4}
+    for settings in (unread, {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": [1]}):
+        assert not any(takes_as_stored(name, {"quantization_config": settings}) for name in SCHEMES)
+
+
+def test_scales_of_nvfp4_fit_float16():
+    """Also those of groups of zeros, and beside weights of little magnitude."""
+    w = 0.015 * torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
+    w[3, 16:32] = 0
+    q = quantize(w, "nvfp4")
+    assert torch.equal(q.scale.half().float(), q.scale) and (q.dequantize()[3, 16:32] == 0).all()
+
+
 @pytest.mark.parametrize("shape", [(5, 7), (300, 200), (3000, 130)])
 def test_fp8_blocks_are_those_of_the_whole(shape):
     w = torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16()

@@ -34,7 +34,10 @@ E2M1_COLUMNS = (16, 32)
 """Columns of a group whose entries of 8 bits are stored in 4 if all are twice a value of e2m1."""
 E2M1_ENTRIES = (0, 1, 2, 3, 4, 6, 8, 12)
 """Twice the magnitudes of e2m1."""
-_IS_E2M1 = torch.tensor([number in E2M1_ENTRIES for number in range(E2M1_ENTRIES[-1] + 1)])
+NO_E2M1_ENTRIES = tuple(number for number in range(E2M1_ENTRIES[-1]) if number not in E2M1_ENTRIES)
+"""The integers between them."""
+ENTRIES_AT_ONCE = 2**20
+"""Entries that are looked at together."""
 PANELS_AT_ONCE = 1024
 """Panels whose scales are made integers at a time."""
 EXPANDED_ROWS = 1024
@@ -127,13 +130,17 @@ def _find_kind(q: QTensor, experts: torch.Tensor) -> int:
 
 
 def _fits_e2m1(entries: torch.Tensor) -> bool:
-    """Whether all entries, int8, are twice a value of e2m1."""
+    """Whether all entries, int8, are twice a value of e2m1. Most others are known by a few rows."""
     if entries.dtype is not torch.int8 or not entries.numel():
         return False
-    least, most = entries.aminmax()
-    if int(least) < -E2M1_ENTRIES[-1] or int(most) > E2M1_ENTRIES[-1]:
-        return False
-    return bool(_IS_E2M1[entries.abs().int()].all())
+    for part in entries.split(max(1, ENTRIES_AT_ONCE // entries.shape[1])):
+        least, most = part.aminmax()
+        if int(least) < -E2M1_ENTRIES[-1] or int(most) > E2M1_ENTRIES[-1]:
+            return False
+        magnitudes = part.abs()
+        if any(bool((magnitudes == number).any()) for number in NO_E2M1_ENTRIES):
+            return False
+    return True
 
 
 def _fits_six_bits(entries: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ from inferplane.ops.formats import (
     round_to_e2m1,
 )
 from inferplane.ops.quantize import Quantize
-from inferplane.quant.online import find_signed_scales, quantize
+from inferplane.quant.online import find_signed_scales, max_magnitude, quantize
 from inferplane.types import ActivationQuant, QTensor
 from inferplane.types.qtensor import round_entries, scale_shape, scales
 
@@ -108,7 +108,7 @@ class E2m1Grid(Grid):
         amax = self.tile(matrix).abs().amax((1, 3)) * share
         if self._takes_powers:
             return find_mxfp4_scales(amax)
-        return find_nvfp4_scales(amax, find_nvfp4_factor(matrix.abs().amax()))
+        return find_nvfp4_scales(amax, find_nvfp4_factor(max_magnitude(matrix)))
 
     def round(self, scaled: torch.Tensor) -> torch.Tensor:
         """As `Grid.round`."""

@@ -209,7 +209,7 @@ def _show(found: SiteAudit, patterns: Sequence[str], screen: Screen) -> None:
         if matching:
             screen.show("", _site_table("that match", matching))
         else:
-            screen.note(f"no site matches {' or '.join(patterns)}; there are such as {found.sites[1].site}")
+            screen.note(f"no site matches {' or '.join(patterns)}; there are such as {found.sites[-1].site}")
     for whose, kernels in found.fused.items():
         for kernel, sites in kernels.items():
             more = f" and {len(sites) - 1} more" if len(sites) > 1 else ""

@@ -54,9 +54,13 @@ def settle_quantization(entries: Mapping[str, Any], folder: Path, name: str) -> 
         settled = complete(settled, settings)
     defaults = FILES if not stated else {}
     settled = spell(settled, defaults.get(Path(first).name, ""))
-    if isinstance(inner, Mapping) and any(inner.get(key) is not None for key in IN_CONFIG):
-        return {**entries, "text_config": {**inner, "quantization_config": settled}}
-    return {**entries, "quantization_config": settled}
+    out = dict(entries)
+    is_inside = isinstance(inner, Mapping) and any(inner.get(key) is not None for key in IN_CONFIG)
+    if isinstance(inner, Mapping) and is_inside:
+        out["text_config"] = {**inner, "quantization_config": settled}
+    if not is_inside or any(entries.get(key) is not None for key in IN_CONFIG):
+        out["quantization_config"] = settled
+    return out
 
 
 def _read_beside(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -22,14 +22,15 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from inferplane.models.writing.safetensors_writer import PlannedTensor
-from inferplane.ops.formats import FORMATS, MXFP4_VALUES, find_nvfp4_factor
+from inferplane.ops.formats import FORMATS, FP8_MAX, MXFP4_VALUES, find_nvfp4_factor, round_to_e2m1
 from inferplane.quant.mxfp4 import BIAS, NOT_A_NUMBER
-from inferplane.quant.online import quantize
+from inferplane.quant.online import ROWS
 from inferplane.types import PLAIN, ActivationQuant, QTensor
 from inferplane.types.qtensor import scale_shape
 
@@ -116,7 +117,9 @@ def plan_tensors(name: str, format: str, shape: tuple[int, ...], *, deepseek: bo
     yield PlannedTensor(f"{name}_scale{'_inv' if deepseek else ''}", scales, 4 * math.prod(scales))
 
 
-def split(name: str, q: QTensor, format: str, *, deepseek: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def split(
+    name: str, q: QTensor, format: str, *, deepseek: bool, factor: torch.Tensor | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a quantized weight, by name.
 
     Args:
@@ -124,11 +127,12 @@ def split(name: str, q: QTensor, format: str, *, deepseek: bool) -> Iterator[tup
         q: `[N, K]`, symmetric.
         format: one of `FORMS`.
         deepseek: in DeepSeek's form.
+        factor: of the scales of NVFP4, a power of two; None: the weight's own.
     """
     assert q.zero is None and q.minimum is None, format
     module = name.removesuffix(WEIGHT)
     if format in E2M1:
-        yield from _split_e2m1(name, q, format)
+        yield from _split_e2m1(name, q, format, factor)
         return
     if FORMS[format] == "pack-quantized":
         yield f"{module}.weight_packed", pack_words(q.data, FORMATS[format][1])
@@ -140,26 +144,50 @@ def split(name: str, q: QTensor, format: str, *, deepseek: bool) -> Iterator[tup
     yield f"{name}_scale{'_inv' if deepseek else ''}", half if is_exact else q.scale
 
 
-def _split_e2m1(name: str, q: QTensor, format: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a weight in MXFP4 or NVFP4. The canonical entries are twice the values, with half the scales.
-
-    Scales of NVFP4 are numbers of e4m3 times a power of two here; those of a checkpoint that has another factor are
-    rounded anew, with the entries.
-    """
-    module, scale = name.removesuffix(WEIGHT), q.scale * 2
+def _split_e2m1(name: str, q: QTensor, format: str, factor: torch.Tensor | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a weight in MXFP4 or NVFP4. The canonical entries are twice the values, with half the scales."""
+    module = name.removesuffix(WEIGHT)
     if format == "mxfp4":
-        exponents = torch.frexp(scale).exponent - 1 + BIAS
+        exponents = torch.frexp(q.scale).exponent + BIAS
         yield f"{module}.weight_packed", pack_pairs(q.data)
-        yield f"{name}_scale", exponents.masked_fill(~scale.isfinite(), NOT_A_NUMBER).to(torch.uint8)
+        yield f"{name}_scale", exponents.masked_fill(~q.scale.isfinite(), NOT_A_NUMBER).to(torch.uint8)
         return
-    factor = find_nvfp4_factor(scale.nan_to_num(0.0).amax() * MXFP4_VALUES[-1] / 2)
-    narrow = (scale / factor).to(torch.float8_e4m3fn)
-    if not torch.equal((narrow.float() * factor).nan_to_num(0.0), scale.nan_to_num(0.0)):
-        yield from _split_e2m1(name, quantize(q.dequantize(), format), format)
-        return
+    factor = find_nvfp4_factor(amax_of_scales(q)) if factor is None else factor
+    q = fit_to_factor(q, factor)
     yield f"{module}.weight_packed", pack_pairs(q.data)
-    yield f"{name}_scale", narrow
+    yield f"{name}_scale", (q.scale * 2 / factor).to(torch.float8_e4m3fn)
     yield f"{module}.weight_global_scale", 1 / factor.reshape(1)
+
+
+def amax_of_scales(q: QTensor) -> torch.Tensor:
+    """The largest magnitude that the scales of a weight in NVFP4 reach, of shape `[]`."""
+    finite = q.scale.nan_to_num(0.0)
+    return finite.amax() * MXFP4_VALUES[-1] if finite.numel() else torch.ones(())
+
+
+def fit_to_factor(q: QTensor, factor: torch.Tensor) -> QTensor:
+    """A weight in NVFP4 whose scales are numbers of e4m3 times a factor.
+
+    Groups whose scales are no such products are rounded anew, with the nearest ones: those of checkpoints with another
+    factor, and those far below the largest of weights that share it. Others stay as they are.
+
+    Args:
+        q: `[N, K]`.
+        factor: a power of two.
+    """
+    fitting = (q.scale * 2 / factor).clamp(2.0**-9, FP8_MAX).to(torch.float8_e4m3fn).float() * factor / 2
+    other = (fitting != q.scale) & ~q.scale.isnan()
+    rows = other.any(1).nonzero().flatten()
+    if not len(rows):
+        return q
+    data, scale = q.data.clone(), torch.where(other, fitting, q.scale)
+    for some in rows.split(ROWS):
+        part = replace(q, data=q.data[some], scale=q.scale[some])
+        anew = replace(part, scale=scale[some])
+        entries = round_to_e2m1(part.dequantize() / anew.expand_scale()).to(data.dtype)
+        changed = other[some].repeat_interleave(q.block[1], 1)[:, : q.shape[1]]
+        data[some] = torch.where(changed, entries, part.data)
+    return replace(q, data=data, scale=scale)
 
 
 def pack_pairs(data: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ from inferplane.models.writing.compressed_form import (
     FORMS,
     GROUP_SIZES,
     WEIGHT,
+    amax_of_scales,
     describe,
     find_storable,
     plan_tensors,
@@ -36,7 +37,9 @@ from inferplane.models.writing.fused_names import is_stored_within, list_parts
 from inferplane.models.writing.model_card import UNCALIBRATED, CardFacts, write_card
 from inferplane.models.writing.planned_source import PlannedSource, find_published_shape
 from inferplane.models.writing.safetensors_writer import PlannedTensor, SafetensorsWriter, count_bytes
+from inferplane.models.writing.shared_factors import SharedFactors
 from inferplane.quant import QuantFormats, quantize_on_load, read_quant_config, requantize_on_load
+from inferplane.quant.online import max_magnitude
 from inferplane.quant.requantize import requantize
 from inferplane.types import PLAIN, QTensor, Shard
 from inferplane.units import format_bytes
@@ -196,6 +199,7 @@ class QuantizedCopy:
         self.calibrated: Calibrated | None = None
         self.formats: dict[str, str] = {}
         self.fallbacks: Counter[tuple[str, str]] = Counter()
+        self._factors = SharedFactors(self.formats, self._find_amax)
         for name in self.names:
             self._choose(name)
         if all(self.stored.format_of(name) == format for name, format in self.formats.items()):
@@ -270,7 +274,8 @@ class QuantizedCopy:
                 )
         for count, name in enumerate(self.names, 1):
             if name in self.formats:
-                yield from split(name, self._read(name), self.formats[name], deepseek=self._deepseek_form)
+                form, factor = self.formats[name], self._factors.find(name)
+                yield from split(name, self._read(name), form, deepseek=self._deepseek_form, factor=factor)
             else:
                 yield name, self._read_plain(name)
             if progress is not None:
@@ -290,6 +295,10 @@ class QuantizedCopy:
             return requantize(self.stored.readers[stored](self.source, name, Shard()), format)
         wide = self._read_plain(name, self.source.dtype(name))
         return requantize(QTensor(wide, torch.ones(len(wide), 1), block=(1, wide.shape[1])), format)
+
+    def _find_amax(self, name: str) -> torch.Tensor:
+        q = None if self.calibrated is None else self._find_calibrated(name)
+        return max_magnitude(self._read_plain(name)) if q is None else amax_of_scales(q)
 
     def _find_calibrated(self, name: str) -> QTensor | None:
         """A calibrated weight, also one whose parts were calibrated apart and are stored as one."""

@@ -227,3 +227,13 @@ def test_columns_that_are_one_channel_share_its_scale():
     act_max, weight_max = x.abs().amax(0)[:96], weight.abs().amax(0)[:96]
     for scale in (search_smooth(trial, act_max, weight_max), pss(trial, act_max, weight_max)):
         assert scale.shape == (96,) and trial.loss(scale) < 0.5 * trial.loss(torch.ones(96))
+
+
+@pytest.mark.parametrize("lost", [torch.nan, torch.inf])
+def test_one_number_that_is_none_leaves_other_groups_of_nvfp4_alone(lost):
+    weight = draw(4, 64)
+    expected = search_clip(weight, "nvfp4").dequantize()
+    weight[1, 3] = lost
+    found = search_clip(weight, "nvfp4").dequantize()
+    assert found[1, :16].isnan().all() and torch.equal(found[1, 16:], expected[1, 16:])
+    assert torch.equal(found[[0, 2, 3]], expected[[0, 2, 3]])
