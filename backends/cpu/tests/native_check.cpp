@@ -135,7 +135,7 @@ Stored weight(int kind, int group, int64_t n, int64_t k) {
 }
 
 void products() {
-  const int kinds[][2] = {{IP_BF16, 0}, {IP_BF16_REORDERABLE, 0}, {IP_FP8, 128}, {IP_FP8, 24}, {IP_INT8, 0}, {IP_INT8, 64}, {IP_INT8, 128}, {IP_INT4, 32}, {IP_INT4, 96}, {IP_INT4, 0}, {IP_MXFP4, 32}, {IP_W8A8, 0},
+  const int kinds[][2] = {{IP_BF16, 0}, {IP_BF16_REORDERABLE, 0}, {IP_FP8, 128}, {IP_FP8, 24}, {IP_INT8, 0}, {IP_INT8, 64}, {IP_INT8, 128}, {IP_INT4, 32}, {IP_INT4, 96}, {IP_INT4, 0}, {IP_MXFP4, 32}, {IP_MXFP4, 16}, {IP_MXFP4 + kCoded, 16}, {IP_W8A8, 0},
                           {IP_INT8, 16}, {IP_INT8 + kCoded, 16}, {IP_INT8 + kMinimums + kCoded, 16}, {IP_INT8, 32},
                           {IP_INT6, 16}, {IP_INT6 + kCoded, 16}, {IP_INT6 + kMinimums + kCoded, 16}, {IP_INT4 + kMinimums, 32}, {IP_INT4 + kMinimums + kCoded, 32}};
   const int64_t sizes[][3] = {{1, 1, 1}, {3, 17, 31}, {16, 33, 160}, {37, 70, 257}, {70, 200, 96}, {85, 144, 300}, {1, 37, 530}, {2, 33, 512}, {66, 33, 513}};
