@@ -197,8 +197,8 @@ class _Audit:
             closing(prompt_steps(self.model.engine, ids)) as own,
             closing(prompt_steps(self.reference.engine, ids)) as other,
         ):
-            mine = self.model.begin(_whole(next(own), ids), self.common)
-            theirs = self.reference.begin(_whole(next(other), ids), self.common)
+            mine = self.model.begin(check_one_step(next(own), ids), self.common)
+            theirs = self.reference.begin(check_one_step(next(other), ids), self.common)
             for unit in min(self.model.units, self.reference.units, key=len):
                 for calls, others in zip(mine.run(unit), theirs.run(unit), strict=True):
                     for site in calls:
@@ -246,7 +246,12 @@ class _Audit:
         return max(op.tolerance[dtype], ROUNDED[dtype])
 
 
-def _whole(batch: Batch, ids: Sequence[int]) -> Batch:
+def check_one_step(batch: Batch, ids: Sequence[int]) -> Batch:
+    """The step of a prompt, which holds all of its ids.
+
+    Raises:
+        UsageError: the engine divides such a prompt.
+    """
     if batch.tokens < len(ids):
         raise UsageError(
             f"A window of {len(ids)} tokens in steps of {batch.tokens}.",

@@ -69,8 +69,9 @@ def test_larger_kernels_are_named_and_divided(tmp_path, monkeypatch, capsys):
     assert main([*command, "--no-parts", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     fused = [site for sites in data["fused"]["model"].values() for site in sites]
-    assert not fused or main([*command, "--no-parts"]) == 0
-    assert not fused or f"runs all of {fused[0]}" in capsys.readouterr().err
+    if fused:
+        assert main([*command, "--no-parts"]) == 0
+        assert f"runs all of {fused[0]}" in capsys.readouterr().err
     pinned = ["--against-op", "silu_mul=reference", "--json"]  # kernels differ, so they are compared as they run
     assert main([*command, *pinned]) == 0
     assert json.loads(capsys.readouterr().out)["fused"]["model"] == data["fused"]["model"]
@@ -78,6 +79,8 @@ def test_larger_kernels_are_named_and_divided(tmp_path, monkeypatch, capsys):
     data, divided = map(json.loads, capsys.readouterr().out.splitlines())
     assert data["fused"] == divided["fused"] == {"model": {}, "reference": {}}
     assert {"layers.0.attn.o", "layers.7.mlp.shared.down"} <= {each["site"] for each in data["sites"]}
+    if not fused:
+        pytest.skip("the part about larger kernels: not run, none here runs several sites of a prompt's layer")
 
 
 @pytest.mark.parametrize(
