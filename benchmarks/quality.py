@@ -73,12 +73,14 @@ ROWS = {
     "int4 online": Row(INT4, online=True),
     "int4+clip": Row(INT4, "clip"),
     "int4+gptq": Row(INT4, "gptq"),
+    "int4+quantease": Row(INT4, "quantease"),
     "int4+awq+gptq": Row(INT4, "awq,gptq"),
+    "int4+awq+quantease": Row(INT4, "awq,quantease"),
     "int4+rotate+gptq": Row(INT4, "rotate,gptq"),
     **{
         f"int4 g{group}{'+' * bool(methods)}{methods.replace(',', '+')}": Row(INT4, methods, group=group)
         for group in (64, 128)
-        for methods in ("", "gptq", "awq,gptq")
+        for methods in ("", "gptq", "awq,gptq", "quantease", "awq,quantease")
     },
     **{
         f"int4 g{group} peer {peer}": Row(INT4, peer=peer, group=group)
@@ -88,12 +90,13 @@ ROWS = {
     **{
         f"{format}{'+' * bool(methods)}{methods}": Row(f"weight_only_{format}", methods)
         for format in ("nvfp4", "mxfp4")
-        for methods in ("", "clip", "gptq")
+        for methods in ("", "clip", "gptq", "quantease")
     },
     "a8w8": Row("a8w8"),
     "a8w8+smoothquant": Row("a8w8", "smoothquant"),
     "a8w8+pss": Row("a8w8", "pss"),
     "a8w8+pss+gptq": Row("a8w8", "pss,gptq"),
+    "a8w8+pss+quantease": Row("a8w8", "pss,quantease"),
     "a8w8+rotate": Row("a8w8", "rotate,nearest"),
     "a8w8_fp8": Row("a8w8_fp8"),
     "KV int8": Row(cache="int8"),

@@ -9,6 +9,7 @@ import torch
 
 from inferplane.calibrate.methods.awq import awq
 from inferplane.calibrate.methods.gptq import gptq
+from inferplane.calibrate.methods.quantease import quantease
 from inferplane.calibrate.methods.rounding import round_to_nearest, search_clip
 from inferplane.calibrate.methods.smoothing import pss, search_smooth
 from inferplane.calibrate.recipe import Channels, Method, WeightToRound
@@ -42,6 +43,18 @@ def make_gptq() -> Method:
         return gptq(product.weight, hessian, product.format).weight
 
     return Method("round", run, "GPTQ, arXiv 2210.17323", needs_hessian=True)
+
+
+def make_quantease() -> Method:
+    """GPTQ, and then entries and scales chosen anew, each while the others stay."""
+
+    def run(product: WeightToRound) -> QTensor:
+        hessian = product.inputs.hessian
+        if hessian is None or not hessian.rows:
+            return round_to_nearest(product.weight, product.format)
+        return quantease(product.weight, hessian, product.format)
+
+    return Method("round", run, "QuantEase, arXiv 2309.01885, begun from GPTQ", needs_hessian=True)
 
 
 def make_smoothquant() -> Method:

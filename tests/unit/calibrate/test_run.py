@@ -19,7 +19,7 @@ from inferplane.calibrate import (
     read_texts,
     slice_windows,
 )
-from inferplane.calibrate.catalog import make_clip, make_gptq
+from inferplane.calibrate.catalog import make_clip, make_gptq, make_quantease
 from inferplane.calibrate.partial import PartialCalibration
 from inferplane.calibrate.texts import Text
 from inferplane.engine import ModelFiles
@@ -242,7 +242,9 @@ def test_methods_by_name():
         make_recipe(["gptk"], METHODS)
     with pytest.raises(UsageError, match="smooth and other both choose scales"):
         make_recipe(["smooth", "other"], METHODS)
-    assert {"nearest", "clip", "gptq", "smoothquant", "pss", "awq"} <= load_methods(host().calibration()).keys()
+    assert {"nearest", "clip", "gptq", "quantease", "smoothquant", "pss", "awq"} <= load_methods(
+        host().calibration()
+    ).keys()
     with pytest.raises(PluginError, match="'mine' is a dict"):
         load_methods({"mine": dict})
 
@@ -293,7 +295,7 @@ def test_the_verb(tmp_path, monkeypatch, capsys):
     assert "--method needs texts" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("method", [make_gptq, make_clip])
+@pytest.mark.parametrize("method", [make_gptq, make_quantease, make_clip])
 def test_joined_weights_share_a_factor_in_nvfp4(method, tmp_path):
     model = random_model(llama_config(hidden_size=64, intermediate_size=128))
     model.model.layers[0].self_attn.k_proj.weight.data *= 7

@@ -8,6 +8,7 @@ import torch
 from inferplane.calibrate.methods import smoothing
 from inferplane.calibrate.methods.awq import awq
 from inferplane.calibrate.methods.gptq import Hessian, gptq
+from inferplane.calibrate.methods.quantease import quantease
 from inferplane.calibrate.methods.rounding import Grid, fake_quantize, round_to_nearest, search_clip
 from inferplane.calibrate.methods.smoothing import group_channels, pss, search_smooth, smoothquant
 from inferplane.ops import encode
@@ -89,6 +90,46 @@ def test_columns_without_inputs_are_rounded_to_nearest():
 
 
 @pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shape", [(48, 256), (130, 200)])
+def test_quantease_loses_less_than_gptq(format, shape):
+    """By at least 2 % of the error, on the inputs that it reads."""
+    x, weight = correlated(300, shape[1]), draw(*shape, seed=9)
+    before, q = gptq(weight, hessian_of(x), format).weight, quantease(weight, hessian_of(x), format)
+    assert loss(x, weight, q) < 0.98 * loss(x, weight, before)
+    assert q.shape == shape and q.block == before.block and q.data.dtype == before.data.dtype
+    assert q.data.float().abs().max() <= LARGEST.get(format[:4], 448)
+    if format.startswith(("fp8", "mxfp4", "nvfp4")):
+        assert torch.equal(q.scale, before.scale)
+    else:
+        half = q.scale.half().float()
+        assert torch.equal(half, q.scale) and not torch.equal(q.scale, before.scale)
+
+
+def test_quantease_leaves_the_best_entries():
+    """Of all pairs of entries, at the scale that it chose, none has a smaller error."""
+    x, weight = draw(200, 2) @ torch.tensor([[1.0, 0.6], [0.0, 1.0]]), torch.tensor([[0.33, 1.0], [-0.8, 0.21]])
+    hessian = hessian_of(x)
+    q = quantease(weight, hessian, "int4_row")
+    damped = hessian.total + torch.eye(2) * 0.03 * hessian.total.diagonal().mean()
+    entries = torch.cartesian_prod(torch.arange(-8.0, 8), torch.arange(-8.0, 8))
+    for row in range(2):
+        errors = entries * q.scale[row] - weight[row]
+        every = ((errors @ damped) * errors).sum(1)
+        own = q.data[row].float() * q.scale[row] - weight[row]
+        assert own @ damped @ own == pytest.approx(every.min().item(), rel=1e-4)
+
+
+def test_quantease_without_inputs_is_gptq():
+    weight = draw(16, 128)
+    before, q = gptq(weight, Hessian(128), "int4_group32").weight, quantease(weight, Hessian(128), "int4_group32")
+    assert torch.equal(q.data, before.data) and torch.equal(q.scale, before.scale)
+    x = correlated(200, 128)
+    x[:, 7] = 0
+    q = quantease(weight, hessian_of(x), "int8_row")
+    assert torch.equal(q.data[:, 7].float(), (weight[:, 7] / q.scale[:, 0]).round())
+
+
+@pytest.mark.parametrize("format", FORMATS)
 def test_odd_matrices(format):
     """Zeros, constants, one outlier, tiny and large numbers."""
     weight = draw(64, 160)
@@ -111,6 +152,21 @@ def test_odd_matrices(format):
     if "int4" in format:
         of_seven = (encode(weight, format).dequantize() - weight).square().sum()  # steps in the largest magnitude
         assert wrong.sum() < 0.95 * nearest.sum() < 0.85 * of_seven
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_quantease_of_odd_matrices(format):
+    """As GPTQ's, and no row loses more."""
+    weight, hessian = draw(64, 160), hessian_of(correlated(90, 160))
+    weight[0], weight[1], weight[2, 3], weight[3], weight[4] = 0, 0.5, 100.0, draw(160) * 1e-6, draw(160) * 1e4
+    before, q = gptq(weight, hessian, format).weight, quantease(weight, hessian, format)
+    assert q.dequantize().isfinite().all() and (q.scale != 0).all()
+    assert format == "fp8_block" or not q.dequantize()[0].any()
+    damped = hessian.total + torch.eye(160) * 0.03 * hessian.total.diagonal().mean()
+    wrong, bound = ((e @ damped * e).sum(1) for e in (q.dequantize() - weight, before.dequantize() - weight))
+    assert (wrong <= bound * (1 + 1e-4)).all()
+    if format in ("mxfp4", "nvfp4"):
+        assert_storable(q, format)
 
 
 def assert_storable(q, format):
