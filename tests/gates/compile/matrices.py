@@ -48,7 +48,7 @@ def _product(products: Products, rows: int, format: str, act: str) -> None:
 
 
 FORMS = {"fp8_fp8": ("fp8_block", "fp8"), "coded_fp8": ("fp8_block", "here"), "int8_int8": ("int8_row", "int8"),
-         "bf16_mxfp4": ("mxfp4", ""),
+         "bf16_mxfp4": ("mxfp4", ""), "bf16_nvfp4": ("nvfp4", ""),
          "bf16_fp8": ("fp8_block", ""), "bf16_int8": ("int8_group", ""), "bf16_int4": ("int4_group", ""),
          "fp8_int4": ("int4_group64", "fp8"), "coded_int4": ("int4_group64", "here")}  # fmt: skip
 
@@ -66,6 +66,8 @@ _specimen("coded_fp8", 64)
 _specimen("bf16_int4", 1, 64)
 _specimen("bf16_mxfp4", 1, 64)
 _specimen("bf16_mxfp4", 256)
+_specimen("bf16_nvfp4", 1, 64)
+_specimen("bf16_nvfp4", 256)
 _specimen("int8_int8", 1, 64)
 _specimen("fp8_int4", 1, 64)
 _specimen("fp8_int4", 256)
@@ -106,6 +108,7 @@ def _grouped(
 
 PRODUCTS["experts_bf16"] = lambda products: _grouped(products, 1, "plain")
 PRODUCTS["experts_bf16_int4"] = lambda products: _grouped(products, 1, "int4_group64")
+PRODUCTS["experts_bf16_nvfp4"] = lambda products: _grouped(products, 1, "nvfp4")
 PRODUCTS["experts_fp8_few"] = lambda products: _grouped(products, 1, "fp8_block", "here", quantize="fp8")
 PRODUCTS["experts_fp8_some"] = lambda products: _grouped(products, 256, "fp8_block", "here", quantize="fp8")
 PRODUCTS["experts_fp8_many"] = lambda products: _grouped(products, 256, "fp8_block", "fp8", quantize="fp8")

@@ -110,10 +110,11 @@ LINEARS = {
     "int4_group32": ({}, "linear triton"),
     "int4_row": ({}, "linear triton"),
     "mxfp4": ({}, "linear triton"),
+    "nvfp4": ({}, "linear triton"),
     "mxfp4_act": ({"activation_quant": Quantize("fp8", 128), "activation_group": 128}, "linear triton"),
 }
 FORMATS = ("fp8_block", "fp8_row", "int8_row", "int8_group", "int4_row", "int4_group", "int4_group64", "int4_group32")
-WEIGHT_ONLY = (*FORMATS, "mxfp4")
+WEIGHT_ONLY = (*FORMATS, "mxfp4", "nvfp4")
 """Formats beside activations that stay as they are."""
 DEPTH = 328
 """No multiple of 128, of 64 or of 32."""
@@ -133,7 +134,16 @@ def test_linear_of_odd_sizes(form, count, outliers, record_property):
 
 @pytest.mark.parametrize(
     "form",
-    ["fp8_block", "fp8_block_act", "int4_group", "int4_group64_coded", "int8_row_act", "int8_row_coded", "mxfp4"],
+    [
+        "fp8_block",
+        "fp8_block_act",
+        "int4_group",
+        "int4_group64_coded",
+        "int8_row_act",
+        "int8_row_coded",
+        "mxfp4",
+        "nvfp4",
+    ],
 )
 @pytest.mark.parametrize("count", [3, 80])
 def test_linear_in_parts_of_its_depth(form, count, record_property):
@@ -217,6 +227,27 @@ def test_mxfp4_is_multiplied_exactly_by_every_power():
     want = x @ weight.dequantize().nan_to_num(0.0).t()
     assert got[:, 200].isnan().all() and torch.equal(got[:, :200], want[:, :200])
     assert torch.equal(got[:, 201:], want[:, 201:]) and want[:, 251].abs().max() > 2.0**124
+
+
+@pytest.mark.parametrize("factor", [2.0**-9, 1 / 2688, 3e4])
+def test_nvfp4_is_multiplied_as_its_values_are(factor):
+    """All entries beside all scales of e4m3: exactly where the factor is a power of two, then scales take 16 bits."""
+    from inferplane.kernels.triton.matmul import matmul
+    from inferplane.kernels.triton.matmul_input import make_plain_input
+    from inferplane.kernels.triton.weight_packing import pack
+
+    narrow = torch.arange(1, 127).to(torch.uint8).view(torch.float8_e4m3fn).float()
+    entries = torch.tensor([*MXFP4_VALUES, *(-v for v in MXFP4_VALUES)], dtype=torch.int8).repeat(126, 3)
+    scale = (narrow * factor / 2)[:, None].repeat(1, 3)
+    scale[:, 2], scale[90, 1] = scale[:, 2].flip(0), torch.nan
+    weight = QTensor(entries, scale, block=(1, 16))
+    x = torch.eye(48)[:32] + torch.eye(48)[16:]
+    packed = pack(weight)
+    assert packed.scale.dtype is (torch.bfloat16 if factor == 2.0**-9 else torch.float32) and packed.depth == 32
+    got = matmul(make_plain_input(x), packed, PRODUCTS, out_dtype=torch.float32)
+    want = x @ weight.dequantize().nan_to_num(0.0).t()
+    assert got[:, 90].isnan().all()
+    assert torch.equal(got[:, :90], want[:, :90]) and torch.equal(got[:, 91:], want[:, 91:])
 
 
 def test_int8_rows_are_summed_up_in_whole_numbers():
@@ -308,7 +339,7 @@ def test_experts(tokens, kind, format, provider, record_property):
     verify_on_device(KERNELS[f"moe_experts {provider}"], sample, torch.bfloat16, record_property)
 
 
-CLAMPED = ("plain", "int4_group32", "mxfp4")
+CLAMPED = ("plain", "int4_group32", "mxfp4", "nvfp4")
 MIXTURES = {"plain": ("plain", "plain"), "fp8": ("fp8_block", "fp8_block"), "int4_experts": ("fp8_block", "int4_group"),
             "fp8_rows": ("fp8_row", "fp8_row"), "int4_64_experts": ("fp8_block", "int4_group64"),
             "int4": ("int4_group64", "int4_group64"), "int8": ("int8_row", "int8_row")}  # fmt: skip

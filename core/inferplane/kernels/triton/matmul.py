@@ -6,9 +6,9 @@ float32, also where the hardware's own FP8 sums are shorter. int8 with scales pe
 be anything; the host reads nothing but shapes.
 
 The device functions name the sizes so: tiles are BM rows by BN columns, and a loop iteration takes BK columns of K. A
-KIND says how numbers are stored: 0 plain, 1 FP8 as its bits, 2 int8, 3 INT4 and 4 MXFP4 two to a byte; A_KIND 4
-is plain activations that the product quantizes to FP8. GROUP and X_GROUP are the columns that share a scale, 0 for a
-whole row.
+KIND says how numbers are stored: 0 plain, 1 FP8 as its bits, 2 int8, 3 INT4, 4 MXFP4 and 5 NVFP4 two to a byte;
+A_KIND 4 is plain activations that the product quantizes to FP8. GROUP and X_GROUP are the columns that share a scale, 0
+for a whole row.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ MAX_INT32_COLUMNS = tl.constexpr(131072)
 @triton.jit
 def convert_entries(x, KIND: tl.constexpr, dtype: tl.constexpr):
     """Stored entries `x` as numbers of `dtype`, without their scales, by KIND (0 plain, 1 FP8, 2 int8, 3 INT4, 4
-    MXFP4). FP8 comes out times 2^-8, for which the caller makes up. Of INT4, the low four bits of `x` hold the entry
-    plus 8, of MXFP4 the entry.
+    and 5 e2m1). FP8 comes out times 2^-8, for which the caller makes up. Of INT4, the low four bits of `x` hold the
+    entry plus 8, of e2m1 the entry.
     """
     if KIND == 3:
         if dtype == tl.bfloat16:  # 128 + n has the bits of 128 with n in the last places
@@ -46,7 +46,7 @@ def convert_entries(x, KIND: tl.constexpr, dtype: tl.constexpr):
             return ((x.to(tl.int16) & 15) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
         else:
             return (x & 15).to(tl.float32) - 8.0
-    elif KIND == 4:
+    elif KIND >= 4:
         bits = ((x & 8).to(tl.uint16) << 12) | ((x & 7).to(tl.uint16) << 9)
         return (bits.to(tl.float16, bitcast=True) * 16384.0).to(dtype)  # a float16's exponent is 14 greater
     elif KIND == 0:
@@ -56,13 +56,16 @@ def convert_entries(x, KIND: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def scale_entries(x, exponent, dtype: tl.constexpr):
-    """Entries `x` `[K, N]`, float32, times 2^(exponent - 127), rounded to `dtype`, of exponents `[N]` in 8 bits without
-    a sign; NaN of 255. Scaled results would be one more tile of float32 in registers.
+def scale_entries(x, scale, KIND: tl.constexpr, dtype: tl.constexpr):
+    """Entries `x` `[K, N]`, float32, times scales `[N]`, rounded to `dtype`. With KIND 4 the scales are exponents plus
+    127 in 8 bits without a sign, NaN of 255. Scaled results would be one more tile of float32 in registers.
     """
-    bits = tl.maximum(exponent.to(tl.int32) << 23, 0x400000)  # 2^-127 has no leading 1
-    scale = tl.where(exponent == 255, float("nan"), bits.to(tl.float32, bitcast=True))
-    return (x * scale[None, :]).to(dtype)
+    if KIND == 4:
+        bits = tl.maximum(scale.to(tl.int32) << 23, 0x400000)  # 2^-127 has no leading 1
+        factor = tl.where(scale == 255, float("nan"), bits.to(tl.float32, bitcast=True))
+    else:
+        factor = scale.to(tl.float32)
+    return (x * factor[None, :]).to(dtype)
 
 
 @triton.jit
@@ -134,17 +137,17 @@ def tile_stepwise(
             a = tl.load(source + column[None, :], mask=x_inside[:, None] & (column < K)[None, :], other=0.0)
             column += HALF
             c = tl.load(source + column[None, :], mask=x_inside[:, None] & (column < K)[None, :], other=0.0)
-            WIDE: tl.constexpr = tl.float32 if B_KIND == 4 else dtype
+            WIDE: tl.constexpr = tl.float32 if B_KIND >= 4 else dtype
             low, high = convert_entries(both, B_KIND, WIDE), convert_entries(both >> 4, B_KIND, WIDE)
             if ZERO:
                 zero = tl.load(w_zero + n // ROWS * GROUPS + (k // GROUP if GROUP > 0 else 0), mask=n_inside, other=0.0)
                 low, high = low - zero.to(dtype)[None, :], high - zero.to(dtype)[None, :]
-            if B_KIND == 4:
-                exponent = w_scale + n * GROUPS + k // GROUP
-                low = scale_entries(low, tl.load(exponent, mask=n_inside, other=0), dtype)
+            if B_KIND >= 4:
+                scale = w_scale + n * GROUPS + k // GROUP
+                low = scale_entries(low, tl.load(scale, mask=n_inside, other=0), B_KIND, dtype)
             part = tl.dot(convert_activations(a, A_KIND, STATIC, dtype), low, input_precision="ieee")
-            if B_KIND == 4:
-                high = scale_entries(high, tl.load(exponent + 1, mask=n_inside & (k + HALF < K), other=0), dtype)
+            if B_KIND >= 4:
+                high = scale_entries(high, tl.load(scale + 1, mask=n_inside & (k + HALF < K), other=0), B_KIND, dtype)
             part = tl.dot(convert_activations(c, A_KIND, STATIC, dtype), high, part, input_precision="ieee")
         else:
             inside = column < K

@@ -19,7 +19,7 @@ INT4 = ("int4_row", "int4_group", "int4_group64", "int4_group32")
 INTEGERS = ("int8_row", "int8_group", *INT4)
 FP8 = ("fp8_block", "fp8_row")
 INT8 = ("int8_row", "int8_group")
-QUANTIZED = (*FP8, *INTEGERS, "mxfp4")
+QUANTIZED = (*FP8, *INTEGERS, "mxfp4", "nvfp4")
 FP8_ERROR = 0.06
 """Error added by activations in FP8 where the op passes them unquantized: each number may be off by 1/16."""
 INT8_ERROR = 0.03
