@@ -12,6 +12,7 @@ from inferplane.engine.request.arguments import QUANTIZATIONS
 from inferplane.errors import UsageError
 from inferplane.models import Config
 from inferplane.plugins import PluginHost
+from inferplane.types import PLAIN, Weight
 
 MODELS = {"Llama-3.1-8B": "llama_8b_two_layers", "DeepSeek-V3": "deepseek_v3_two_layers"}
 """Models at their true sizes; two layers decide as all do."""
@@ -37,7 +38,7 @@ in int8 and in fp8; c8 in a name decides the KV cache, so there is one letter.
   expanded too, the letter is e.
 - **-**: refused. The device has no KV cache in that dtype.
 
-Below each table stands why, for every letter but n and w: the operator that the vendor does not have, or that is not
+Below each table stands why, for every letter but n: the operator that the vendor does not have, or that is not
 bound.
 
 """
@@ -58,6 +59,8 @@ _DCU_INT4 = (
 _KUNLUN_INT8 = "kunlun_ops.matmul multiplies int8 by int8 alone: that is `a8w8`"
 _KUNLUN_INT4 = "kunlun_ops.awq_gemm computes in float16 alone: with `dtype` float16 it is bound"
 _KUNLUN_CACHE = "the call forms of kunlun_ops' cache writes and attention have no scales"
+_CPU_FP8 = "of x86's units AMX-FP8 alone multiplies FP8 by FP8, and no kernel here uses it"
+_INTEL_FP8 = "cutlass_grouped_gemm_interface has an argument for the scales of activations in FP8 and does not read it"
 _NO_FP4 = "no product of 16 bits with weights in FP4 is bound"
 REASONS: Mapping[tuple[str, str, str], str] = {
     ("npu", "linear", "fp8"): "npu_quant_matmul takes FP8 on the 950 alone",
@@ -70,6 +73,18 @@ REASONS: Mapping[tuple[str, str, str], str] = {
         "fp8",
     ): "the page of npu_fused_infer_attention_score names caches in int8 and, on the 950, int4, none "
     "in FP8 (op-plugin at 09fca6f6)",
+    (
+        "npu",
+        "moe_experts",
+        "activations fp8 beside int4",
+    ): "of npu_grouped_matmul's forms FP8 by FP8 is bound, none with int4 beside FP8",
+    ("cpu", "linear", "activations fp8 beside fp8"): _CPU_FP8,
+    ("cpu", "moe_experts", "activations fp8 beside fp8"): _CPU_FP8,
+    ("cpu", "moe_experts", "activations fp8 beside int4"): _CPU_FP8,
+    ("xpu:intel", "linear", "activations int8 beside int8"): "the extension has no product of int8 by int8; torch's "
+    "_int_mm with scales behind it is not bound",
+    ("xpu:intel", "moe_experts", "activations fp8 beside fp8"): _INTEL_FP8,
+    ("xpu:intel", "moe_experts", "activations fp8 beside int4"): _INTEL_FP8,
     ("dcu", "linear", "int8"): _DCU_INT8,
     ("dcu", "lm_head", "int8"): _DCU_INT8,
     ("dcu", "moe_experts", "int8"): "lightop's moe_gemm_marlin_w8a8 multiplies int8 by int8 alone: that is `a8w8`",
@@ -110,7 +125,8 @@ REASONS: Mapping[tuple[str, str, str], str] = {
         for form in ("mxfp4", "nvfp4")
     },
 }
-"""Device, op (or "cache" where the device has no such KV dtype) and form -> why no kernel of the op reads the form."""
+"""Device, op (or "cache" where the device has no such KV dtype) and form (or "activations A beside W")
+-> why no kernel of the op reads the form, or quantizes activations so."""
 
 
 def page(host: PluginHost) -> str:
@@ -159,7 +175,16 @@ def judge(
     torch_ops = {(device, _attention(op.name), cache) for _, _, op, _ in plan.unread_caches()}
     if expanded or torch_ops:
         return EXPANDED if expanded else ON_TORCH, expanded | torch_ops
-    return WEIGHTS_ONLY if any(c.activation_quant_skipped for _, _, _, c in plan.distinct()) else NATIVE, set()
+    skipped = {key for _, _, op, choice in plan.distinct() if choice.activation_quant_skipped for key in _skipped(op)}
+    return (WEIGHTS_ONLY, {(device, *key) for key in skipped}) if skipped else (NATIVE, set())
+
+
+def _skipped(op: Any) -> Iterator[tuple[str, str]]:
+    """Each product in a site whose activations stay as they are, with the formats of both sides."""
+    for _, part in op.sites():
+        for _, weight in part.items():
+            if isinstance(weight, Weight) and weight.format != PLAIN and weight.activation_quant is not None:
+                yield part.name, f"activations {weight.activation_quant.format} beside {_form(weight.format)}"
 
 
 def _form(format: str) -> str:
@@ -175,5 +200,14 @@ def explain(needed: Mapping[tuple[str, str, str], None]) -> Iterator[str]:
     for device, op, form in sorted(needed):
         if (device, op, form) not in REASONS and device in {known for known, _, _ in REASONS}:
             raise SystemExit(f"tools/quantization_page.py: REASONS lacks {(device, op, form)}")
-        what = f"{op}, {FORMS[form]}" if op in ("linear", "lm_head", "moe_experts") else f"KV cache in {form}"
-        yield f"- {device}, {what}{' of latents' if op == 'mla' else ''}: {REASONS.get((device, op, form), NO_KERNEL)}."
+        yield f"- {device}, {_describe(op, form)}: {REASONS.get((device, op, form), NO_KERNEL)}."
+
+
+def _describe(op: str, form: str) -> str:
+    """What stays expanded, on torch, refused, or without quantized activations."""
+    if form.startswith("activations"):
+        _, left, _, right = form.split()
+        return f"{op}, activations in {FORMS[left].removeprefix('weights in ')} beside {FORMS[right]}"
+    if op in ("linear", "lm_head", "moe_experts"):
+        return f"{op}, {FORMS[form]}"
+    return f"KV cache in {form}{' of latents' if op == 'mla' else ''}"

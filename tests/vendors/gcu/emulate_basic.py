@@ -84,6 +84,35 @@ def weight_only_quant(output, input, qweight, bias, scale, group_size):
     output.copy_(y.to(output.dtype))
 
 
+@emulates("_C::dynamic_scaled_int8_quant")
+def dynamic_scaled_int8_quant(output, input, scales, azp):
+    """Each row by its largest magnitude / 127 (vLLM's operator of the name; its caller here gives `[T, 1]` scales)."""
+    chip.absent("azp", azp)
+    chip.half(input=input)
+    chip.dtype(torch.int8, output=output)
+    chip.dtype(torch.float32, scales=scales)
+    chip.contiguous(output=output, input=input, scales=scales)
+    chip.shape("output", output, *input.shape)
+    chip.shape("scales", scales, input.shape[0], 1)
+    scales.copy_(input.float().abs().amax(-1, keepdim=True) / 127)
+    output.copy_((input.float() / scales.where(scales > 0, 1)).round().clamp(-127, 127))
+
+
+@emulates("_C::dot_bias_quant")
+def dot_bias_quant(out, lhs, rhs, scale, bias):
+    """out <- lhs rhs scale, int8 by int8 `[K, N]` with a scale a column, as W8A8LinearMethod gives them."""
+    chip.absent("bias", bias)
+    chip.half(out=out)
+    chip.dtype(torch.int8, lhs=lhs, rhs=rhs)
+    chip.dtype(torch.float32, scale=scale)
+    chip.contiguous(out=out, lhs=lhs, rhs=rhs, scale=scale)
+    k, n = rhs.shape
+    chip.shape("lhs", lhs, None, k)
+    chip.shape("out", out, lhs.shape[0], n)
+    chip.shape("scale", scale, n)
+    out.copy_((lhs.double() @ rhs.double() * scale.double()).to(out.dtype))
+
+
 def expand_int4(data: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, group: int, k: int) -> torch.Tensor:
     """Bytes `[N, K / 2]` as weights `[N, K]`, with scales and zero points `[K / group, N]`, as rearrange.py packs them:
     a byte's low half is column j of 128, its high half column 64 + j.

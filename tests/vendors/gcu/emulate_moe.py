@@ -104,7 +104,7 @@ def fused_moe_kernel(
     block_size, bias,
 ):  # fmt: skip
     """Row i of the pairs is A[i // topk] B[e]^T, times its weight where that is requested."""
-    chip.half(B=B)
+    chip.half(A=A, B=B, C=C)
     _multiply_experts(
         C, A, B, topk_weights, topk_ids, sorted_topk_ids, expert_ids, num_tokens_post_pad, mul_routed_weight, topk,
         block_size, bias,
@@ -116,7 +116,7 @@ def _multiply_experts(
     block_size, bias,
 ):  # fmt: skip
     chip.absent("bias", bias)
-    chip.half(A=A, C=C)
+    chip.half(C=C)
     chip.contiguous(A=A, B=B, C=C)
     chip.dtype(torch.float32, topk_weights=topk_weights)
     require(block_size == 64, f"block_size is 64 on this chip, got {block_size}")
@@ -141,12 +141,23 @@ def fused_moe_quant_kernel(
     mul_routed_weight, topk, block_size, bias, real_token_num,
 ):  # fmt: skip
     """As fused_moe_kernel, of int8 weights with a scale a row, or of int4 ones with scales and zero points for groups,
-    all in A's dtype.
+    all in A's dtype; or of int8 by int8, with scales of both sides in float32 (gs 1).
     """
-    for name, value in (("A_scale", A_scale), ("real_token_num", real_token_num)):
-        chip.absent(name, value)
-    chip.half(A=A, B_scale=B_scale)
+    chip.absent("real_token_num", real_token_num)
     chip.contiguous(B=B, B_scale=B_scale)
+    if A_scale is not None:
+        chip.absent("B_zp", B_zp)
+        require(gs == 1, f"gs {gs} is not emulated beside scales of A: 1 is a scale a row")
+        chip.dtype(torch.int8, A=A, B=B)
+        chip.dtype(torch.float32, A_scale=A_scale, B_scale=B_scale)
+        chip.shape("A_scale", A_scale, A.shape[0], 1)
+        chip.shape("B_scale", B_scale, B.shape[0], 1, B.shape[1])
+        _multiply_experts(
+            C, A.float() * A_scale, B.float() * B_scale.transpose(1, 2), topk_weights, topk_ids, sorted_token_ids,
+            experts_ids, num_tokens_post_pad, mul_routed_weight, topk, block_size, bias,
+        )  # fmt: skip
+        return
+    chip.half(A=A, B_scale=B_scale, C=C)
     if B.dtype is torch.uint8:
         require(B_zp is not None, "what int4 means without zero points is not published")
         chip.half(A=A, B_zp=B_zp)

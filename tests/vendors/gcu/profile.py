@@ -13,7 +13,11 @@ class Gcu(Profile):
     library = "vllm-gcu"
     sources = "backends/gcu/inferplane_gcu"
     shared_sources = ("core/inferplane/kernels/fused/vllm_kernels.py",)
-    quantized = {"weight_only_int8": "vllm_gcu:linear_w8a16", "weight_only_int4": "vllm_gcu:linear_w4a16"}
+    quantized = {
+        "weight_only_int8": "vllm_gcu:linear_w8a16",
+        "weight_only_int4": "vllm_gcu:linear_w4a16",
+        "a8w8": "vllm_gcu:linear_w8a8",
+    }
     providers = ("vllm_gcu", "flash_attn", "torch", "decomposition")
     wrong_calls = [  # a keyword that there is not, and an argument that is missing
         Call("_C::silu_and_mul", [ROWS], {"x": ROWS}, []),

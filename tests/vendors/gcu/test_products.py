@@ -22,6 +22,7 @@ pytestmark = in_vendor_dtypes
     ("kernel", "format"),
     [
         ("vllm_gcu:linear_w8a16", "int8_row"),
+        ("vllm_gcu:linear_w8a8", "int8_row"),
         ("vllm_gcu:linear_w4a16", "int4_group"),
         ("vllm_gcu:linear_w4a16", "int4_group64"),
     ],

@@ -11,10 +11,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from inferplane.kernels.fused.needs import ALL_EXPERTS_LOCAL, FLOATS, PLAIN_SOFTMAX_ROUTING, declare_fused
+from inferplane.kernels.fused.needs import (
+    ALL_EXPERTS_LOCAL,
+    FLOATS,
+    INT8_ACTIVATIONS,
+    PLAIN_SOFTMAX_ROUTING,
+    declare_fused,
+)
 from inferplane.kernels.fused.operands import allocate_routing
 from inferplane.plugin import Kernels, Packing, QTensor
-from inferplane_gcu.kernels.products import SCALE_PER_ROW
+from inferplane_gcu.kernels.products import SCALE_PER_ROW, quantize_rows
 from inferplane_gcu.kernels.when import OPERATORS
 
 vllm, moe = torch.ops._C, torch.ops._moe_C
@@ -161,6 +167,52 @@ def moe_experts_w8a16(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: to
     Source: invoke_fused_moe_kernel and MoeWNA16GCUMethod of the same repository (use_int8_w8a16).
     """
     return run_experts(view, x, weights, ids, view.gate_up.data.shape[:2], _multiply_int8)
+
+
+INT8_BY_INT8 = 1
+"""Value of `gs` where both sides are in int8, with a scale a row."""
+
+
+class Int8Experts(NamedTuple):
+    """Experts in int8 for activations in int8: `data` `[E, N, K]` and a scale a row, float32 `[E, 1, N]`."""
+
+    data: torch.Tensor
+    scale: torch.Tensor
+
+
+INT8_BOTH = Packing(
+    "vllm_gcu.int8_by_int8_experts",
+    lambda w: Int8Experts(w.data.contiguous(), w.scale.transpose(-1, -2).contiguous()),
+)
+
+
+def _multiply_int8_by_int8(
+    out: torch.Tensor, x: torch.Tensor, weight: Int8Experts, weights: torch.Tensor, ids: torch.Tensor, aligned: Any,
+    weighted: bool, k: int,
+) -> None:  # fmt: skip
+    rows, scales = quantize_rows(x)
+    vllm.fused_moe_quant_kernel(
+        out, rows, weight.data, scales, weight.scale, INT8_BY_INT8, None, weights, ids, *aligned, weighted, k,
+        BLOCK_PAIRS, None, None,
+    )  # fmt: skip
+
+
+@fused(
+    "moe_experts",
+    ALL_EXPERTS_LOCAL,
+    dtypes=(torch.bfloat16,),
+    formats=("int8_row",),
+    features=(*OPERATORS, "int8-dot"),
+    packs={"gate_up": INT8_BOTH, "down": INT8_BOTH},
+    **INT8_ACTIVATIONS,
+)
+def moe_experts_w8a8(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """_C::fused_moe_quant_kernel with scales of activations: both sides of both products in int8.
+
+    Source: invoke_fused_moe_kernel, TritonExpertsPad and GCUCompressedTensorsW8A8Int8MoEMethod of the same repository
+    (use_int8_w8a8, per_act_token_quant).
+    """
+    return run_experts(view, x, weights, ids, view.gate_up.data.shape[:2], _multiply_int8_by_int8)
 
 
 def _align_pairs(ids: torch.Tensor, experts: int) -> Aligned:
