@@ -65,6 +65,7 @@ from inferplane.errors import (
 )
 from inferplane.kvcache.blocked import BlockedKV
 from inferplane.kvcache.paged import latents, list_kv_dtypes, paged_layout
+from inferplane.kvcache.static import StaticKV, static_layout, static_name
 from inferplane.plugins.hookspecs import API_VERSION, Event, hookimpl
 from inferplane.renamed import warn_of_old_name as _warn_of_old_name
 from inferplane.types import (
@@ -175,6 +176,7 @@ __all__ = [
     "StateRows",
     "StateSlots",
     "StateTensor",
+    "StaticKV",
     "StepKind",
     "StoredWeight",
     "ToolForm",
@@ -194,6 +196,8 @@ __all__ = [
     "paged_layout",
     "read_tensor",
     "register_kv_kind",
+    "static_layout",
+    "static_name",
     "version_of",
     "warn",
 ]

@@ -6,7 +6,7 @@
 | paged_64 | K and V, latents | core's: K and V `[B, 64, G, D]`, latents `[B, 64, R + P]` |
 | paged_64_int8 | K and V, latents | core's, with a scale a token and head |
 | paged_64_fp8 | latents | core's, with a scale for 64 entries of a token; torch reads it |
-| unit_64_fp8 | latents of 512 + 64 | `[B, 64, 576]` in FP8 with a scale of 1 |
+| static_64_fp8 | latents of 512 + 64 | `[B, 64, 576]` in FP8 with one scale a layer, the checkpoint's or 1 |
 
 K and V have no layout in FP8: the vendor's flash attention takes E4M3 on gfx938 alone (get_fp8_dtype_for_flashattn).
 
@@ -23,11 +23,10 @@ from __future__ import annotations
 
 import torch
 
-from inferplane.kernels.fused.fp8_cache import name_of, unit_scaled_layout
-from inferplane.plugin import BlockedKV, KVLayout, KVRequest, paged_layout
+from inferplane.plugin import BlockedKV, KVLayout, KVRequest, paged_layout, static_layout, static_name
 
 BLOCK_TOKENS = 64
-PAGED, HEADS, LATENTS_FP8 = "paged_64", "dcu_heads_64", name_of(BLOCK_TOKENS)
+PAGED, HEADS, LATENTS_FP8 = "paged_64", "dcu_heads_64", static_name(BLOCK_TOKENS, "fp8")
 LARGEST_HEAD = 256
 """Entries of a head, which come in 64s: asserted by the fork's vllm_flash_attn_with_kvcache."""
 
@@ -85,6 +84,6 @@ def layouts(request: KVRequest) -> tuple[KVLayout, ...]:
     latent = request.kind == "mla"
     paged = tuple(paged_layout(BLOCK_TOKENS, kv_dtype) for kv_dtype in ("auto", "int8", *(("fp8",) if latent else ())))
     if latent and request.dim == LATENT_ENTRIES:
-        return (*paged, unit_scaled_layout(BLOCK_TOKENS))
+        return (*paged, static_layout(BLOCK_TOKENS, "fp8"))
     own = KVLayout(HEADS, BLOCK_TOKENS, HeadsKV, lambda r, dtype: BLOCK_TOKENS * r.entries * dtype.itemsize)
     return (own, *paged) if supports_heads(request) else paged

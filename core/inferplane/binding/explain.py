@@ -95,7 +95,7 @@ def explain_text(
         model_name: the model's name for users.
         verbose: also show every rejected kernel with the reason.
         width: columns to which reasons are wrapped.
-        more: further entries of the data (`kv_tables`, `drafters`, `states`, `decode_steps`).
+        more: further entries of the data (`kv_tables`, `kv_scales`, `drafters`, `states`, `decode_steps`).
     """
     data = {**explain(plan, model_name), **more}
     lines = ("".join(text for text, _ in line) for line in plan_lines(data, width, verbose=verbose))

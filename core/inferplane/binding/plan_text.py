@@ -99,6 +99,8 @@ def _head(data: Mapping[str, Any], architectures: Sequence[str]) -> Iterator[Lin
     cache = f"KV layout {layouts}{_windows(data)}" if layouts else "no KV cache"
     yield [(data["model"] or "model", "bold"), (f" in {data['dtype']}{where}", "")]
     yield [(f"weights {_in_words(data['weight_bytes'])}, {cache}", "")]
+    if scales := data.get("kv_scales"):
+        yield [(f"KV cache: {scales['note']}", "")]
     for drafter in data.get("drafters", ()):
         yield [(_format_drafter(drafter), "")]
     if states := data.get("states"):

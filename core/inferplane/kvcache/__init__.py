@@ -4,16 +4,20 @@ from inferplane.kvcache.allocator import BlockAllocator, block_hashes, root_hash
 from inferplane.kvcache.blocked import BlockedKV
 from inferplane.kvcache.paged import KV_DTYPE_NAMES, KV_DTYPES, PagedKV, list_kv_dtypes, paged_layout
 from inferplane.kvcache.states import SLOTS_PER_SEQUENCE, StatePool
+from inferplane.kvcache.static import STATIC_DTYPES, STATIC_SUFFIX, StaticKV, static_layout, static_name
 from inferplane.kvcache.tables import TablePlan, blocks_held, deal_layers, single_table, widest_window
 
 __all__ = [
     "KV_DTYPES",
     "KV_DTYPE_NAMES",
     "SLOTS_PER_SEQUENCE",
+    "STATIC_DTYPES",
+    "STATIC_SUFFIX",
     "BlockAllocator",
     "BlockedKV",
     "PagedKV",
     "StatePool",
+    "StaticKV",
     "TablePlan",
     "block_hashes",
     "blocks_held",
@@ -22,5 +26,7 @@ __all__ = [
     "paged_layout",
     "root_hash",
     "single_table",
+    "static_layout",
+    "static_name",
     "widest_window",
 ]

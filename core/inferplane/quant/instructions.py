@@ -65,14 +65,12 @@ KV_CACHE = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_method", "
 
 
 def check_instructions(method: str, settings: Mapping[str, Any]) -> None:
-    """Refuse what a checkpoint says is to be done with it and that is not done here; warn about scales of the cache.
+    """Refuse what a checkpoint says is to be done with it and that is not done here. What it says of the KV cache is
+    read where the cache is chosen.
 
     Raises:
         UnsupportedModelError: the instruction, by name.
     """
-    for key in KV_CACHE:
-        if settings.get(key):
-            warn(f"{key} of the checkpoint is not applied: KV entries are stored as kv_cache_dtype says.")
     if method == "compressed-tensors":
         found = _instructions(settings)
     else:

@@ -29,10 +29,10 @@ from inferplane.types import PLAIN, ActivationQuant, StoredWidths, WeightFormat
 
 UNREAD = (
     "*.input_scale", "*.activation_scale", "*.input_scale_ub", "*.k_scale", "*.v_scale", "*.input_zero_point",
-    "*.input_global_scale",
+    "*.input_global_scale", "*.kv_scale", "*.k_proj.output_scale", "*.v_proj.output_scale",
 )  # fmt: skip
-"""Calibrated scales that may be left unread: cache entries get their scales while running, and so do activations unless
-the config says that their scales are static."""
+"""Calibrated scales that may be left unread: those of the cache, which the cache reads by itself where its layout has
+static ones, and those of activations unless the config says that their scales are static."""
 BY_MODULE = ("gptq", "awq")
 """Methods whose settings may differ by module (`dynamic`)."""
 PACKED = ".qweight"
@@ -131,6 +131,8 @@ def read_quant_config(
             widths_of=partial(gguf_blocks.find_widths, types),
         )
     check_instructions(str(method), settings)
+    if method == "compressed-tensors" and not settings.get("config_groups") and settings.get("kv_cache_scheme"):
+        return QuantFormats(unread=UNREAD)  # of the KV cache alone
     if method == "mxfp4" and names is None:
         return QuantFormats(lambda name: "mxfp4" if ".experts." in name else PLAIN)
     if method == "mxfp4":

@@ -134,6 +134,17 @@ class LayerKV(Scratch, ABC):
             )
         return self.copy_with(request=request, shares=self.shares or self)
 
+    def with_scales(self, scales: Sequence[float]) -> LayerKV:
+        """(required of layouts with `KVLayout.has_static_scales`) This cache, in the same memory, with the static
+        scales of a layer.
+
+        Args:
+            scales: positive; one for each of `request.entry_shapes`: an entry is stored divided by it.
+        """
+        raise UsageError(
+            f"KV layout {self.layout} has no static scales.", remedy="override LayerKV.with_scales in its class"
+        )
+
     @abstractmethod
     def write(self, slots: torch.Tensor, *values: torch.Tensor) -> None:
         """(required) Store one token per row.
@@ -211,6 +222,8 @@ class KVLayout:
         tolerance: largest error of a stored entry relative to the largest one, in addition to the plan's dtype.
         span: slots that are written in order, as the tokens of a sequence are: writing the first of a span anew leaves
             the others undefined until they are written, too. It divides `block_tokens`.
+        has_static_scales: entries have scales a layer, which `LayerKV.with_scales` sets; else they are computed when a
+            token is written, if there are any.
     """
 
     name: str
@@ -220,6 +233,7 @@ class KVLayout:
     kv_dtype: str = "auto"
     tolerance: float = 0.0
     span: int = 1
+    has_static_scales: bool = False
 
     def blocks_for(self, tokens: int) -> int:
         """Number of blocks that hold `tokens` tokens."""

@@ -9,6 +9,7 @@ import pytest
 
 from inferplane.errors import InferplaneWarning, UnsupportedModelError
 from inferplane.models import Config
+from inferplane.models.reading.kv_scales import find_kv_scales
 from inferplane.quant import read_quant_config
 from tests.unit.quant.test_packed_checkpoints import config
 
@@ -141,9 +142,18 @@ def test_activations_that_no_kernel_quantizes(inputs):
         {**config("gptq", 4, 128, True), "static_kv_dtype": "fp8"},
     ],
 )
-def test_scales_of_the_cache_are_told(settings):
-    with pytest.warns(InferplaneWarning, match="kv_.* is not applied"):
-        read_quant_config(settings, None)
+def test_scales_of_the_cache_are_read_where_the_cache_is_chosen(settings):
+    """Which warns where it does not use them; weights are read as without."""
+    found, names = find_kv_scales(settings, ["model.layers.0.self_attn.k_scale"]), ["w.weight", "w.weight_scale"]
+    assert found is not None and found.dtype == "fp8" and found.stated
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", InferplaneWarning)
+        read_quant_config(settings, names)
+
+
+def test_a_checkpoint_may_quantize_the_cache_alone():
+    found = read_quant_config({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": FP8}, [])
+    assert found.format_of("model.layers.0.self_attn.k_proj.weight") == "plain" and "*.k_scale" in found.unread
 
 
 GPTQ_PLAIN = {k: v for k, v in config("gptq", 4, 128, True).items() if k != "checkpoint_format"}

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from inferplane.engine import InferplaneWarning
-from inferplane.kernels.fused.fp8_cache import LARGEST, UnitScaledKV
 from inferplane.ops import OPS
 from inferplane.ops.draw import Draw
-from inferplane.plugin import Context, KVRequest
+from inferplane.plugin import Context, KVRequest, StaticKV
 from inferplane.types.batch import Query, make_batch
 from inferplane_dcu.chips import features_of
 from inferplane_dcu.kernels import kernels, mla_fp8
@@ -23,6 +22,7 @@ from tests.vendors.profile import DRAFTS
 
 pytestmark = chip.whole
 BF16 = torch.bfloat16
+LARGEST = 448.0
 REQUEST = KVRequest("mla", 1, 576, rope=64)
 
 
@@ -38,13 +38,15 @@ def test_serves(speculative):
     assert chosen == {"hcu_ops:mla_kv_write_fp8", "flash_mla:mla_absorbed_fp8", "flash_attn:mla_expanded_fp8"}
 
 
-def test_entries_that_the_vendors_write_would_make_no_numbers_are_clamped():
+@pytest.mark.parametrize("scale", [1.0, 0.37, 2.5])
+def test_entries_that_the_vendors_write_would_make_no_numbers_are_clamped(scale):
     """Byte for byte what the layout's own write stores; a padded row is skipped."""
     batch = make_batch([Query([1, 2, 3], 62, [1, 0], 1)], block_tokens=64, device="cpu", few_tokens=8)
     batch.slots[1] = -1
-    row = Draw(4, BF16).normal(3, 576) * 300
-    assert float(row.abs().max()) > LARGEST
-    one, other = (UnitScaledKV(REQUEST, 2, 64, LATENTS_FP8, BF16, torch.device("cpu")) for _ in range(2))
+    row = Draw(4, BF16).normal(3, 576) * 900
+    assert float(row.abs().max()) > LARGEST * scale
+    made = (StaticKV(REQUEST, 2, 64, LATENTS_FP8, BF16, torch.device("cpu")) for _ in range(2))
+    one, other = (kv.with_scales((scale,)) for kv in made)
     one.write(batch.slots, row)
     mla_fp8.mla_kv_write_fp8(SimpleNamespace(), *row.split((512, 64), -1), batch, other)
     (a,), (b,) = one.list_tensors(), other.list_tensors()

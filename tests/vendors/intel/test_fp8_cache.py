@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from inferplane.engine import InferplaneWarning
-from inferplane.kernels.fused.fp8_cache import FP8, LARGEST, UnitScaledKV
 from inferplane.ops.draw import Draw
-from inferplane.plugin import KVRequest
+from inferplane.plugin import KVRequest, StaticKV
 from inferplane.types.batch import Query, make_batch
 from inferplane_xpu.intel.kernels import fp8_cache
 from inferplane_xpu.intel.kvcache import BLOCK_TOKENS, PAGED_FP8, layouts
@@ -20,6 +19,9 @@ from tests.vendors.profile import DRAFTS, in_vendor_dtypes
 
 pytestmark = in_vendor_dtypes
 DTYPE = torch.bfloat16
+FP8, LARGEST = torch.float8_e4m3fn, 448.0
+SCALES = (1.0, 1.0), (0.37, 2.5)
+"""Of K and V."""
 GQA, MLA = KVRequest("gqa", 2, 64, 64), KVRequest("mla", 1, 576)
 SERVED = {
     "llama": {"kv_write_fp8", "attention_few_fp8", "attention_many_fp8"},
@@ -42,15 +44,21 @@ def test_serves(family, speculative):
     assert chosen == {f"vllm_xpu:{name}" for name in SERVED[family]}
 
 
+def build(request, scales):
+    kv = StaticKV(request, 2, BLOCK_TOKENS, PAGED_FP8, DTYPE, torch.device("cpu"))
+    return kv.with_scales(scales[: len(request.entry_shapes)])
+
+
+@pytest.mark.parametrize("scales", SCALES)
 @pytest.mark.parametrize("request_", [GQA, MLA], ids=["gqa", "mla"])
-def test_kernels_store_what_the_layout_stores(request_):
+def test_kernels_store_what_the_layout_stores(request_, scales):
     """Byte for byte, entries beyond the format's largest and padded rows included."""
     draw = Draw(4, DTYPE)
     batch = make_batch([Query([1, 2, 3], 62, [1, 0], 1)], block_tokens=64, device="cpu", few_tokens=8)
     batch.slots[1] = -1
     rows = [draw.normal(3, *shape) * 300 for shape in request_.entry_shapes]
-    assert max(float(row.abs().max()) for row in rows) > LARGEST
-    one, other = (UnitScaledKV(request_, 2, BLOCK_TOKENS, PAGED_FP8, DTYPE, torch.device("cpu")) for _ in range(2))
+    assert max(float(row.abs().max()) / scale for row, scale in zip(rows, scales)) > LARGEST
+    one, other = (build(request_, scales) for _ in range(2))
     one.write(batch.slots, *rows)
     if request_.kind == "mla":
         latent, k_rope = rows[0].split((512, 64), -1)

@@ -1,7 +1,7 @@
-"""Latents in FP8 with a scale of 1 beside queries in 16 bits: FlashMLA's fork for few tokens, flash attention for many.
+"""Latents in FP8 beside queries in 16 bits: FlashMLA's fork for few tokens, flash attention for many.
 
-The vendor's write does not clamp: what rounds beyond 448 becomes no number (float_to_fp8_e4m3). So entries are clamped
-before it.
+The vendor's write divides by the scale and does not clamp: what rounds beyond 448 becomes no number
+(float_to_fp8_e4m3). So entries are clamped before it, to 448 scales.
 
 Sources: HYGON-AI/vllm-plugin-das, csrc/hcu_cache_kernel.cu for the write; v1/attention/ops/flashmla.py and
 backends/mla/flashmla.py, which plan and call fwd_kvcache_quantization_mla for every DCU but gfx938; SGLang's DCU port,
@@ -16,11 +16,10 @@ from typing import Any
 import torch
 
 from inferplane.kernels.fused import vllm_calls
-from inferplane.kernels.fused.fp8_cache import FP8, LARGEST, UnitScaledKV
 from inferplane.kernels.fused.latents import fold_query, unfold_result
 from inferplane.kernels.fused.needs import FLASH_MLA_HEAD_SIZES, PLAIN_KV_B
-from inferplane.kernels.fused.operands import one_sequence_per_token, unit_scale
-from inferplane.plugin import Batch, Kernels, latents
+from inferplane.kernels.fused.operands import one_sequence_per_token
+from inferplane.plugin import Batch, Kernels, StaticKV, latents
 from inferplane_dcu import vendor
 from inferplane_dcu.chips import FP8_LATENTS
 from inferplane_dcu.kernels.attention import OPERATORS, hcu
@@ -35,10 +34,12 @@ CACHE_DTYPE = "fp8_e4m3"
 
 
 @fused("mla_kv_write", provider="hcu_ops", features=(*OPERATORS, FP8_LATENTS))
-def mla_kv_write_fp8(view: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: UnitScaledKV) -> None:
+def mla_kv_write_fp8(view: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: StaticKV) -> None:
     """hcu_ops::concat_and_cache_mla of clamped entries; it skips slot -1."""
-    latent, k_rope = (t.clamp(-LARGEST, LARGEST) for t in (latent, k_rope))
-    vllm_calls.mla_kv_write(hcu.concat_and_cache_mla, latent, k_rope, latents(kv), batch, CACHE_DTYPE)
+    largest = kv.spec.limit * kv.scale_values[0]
+    latent, k_rope = (t.clamp(-largest, largest) for t in (latent, k_rope))
+    write, cache = hcu.concat_and_cache_mla, latents(kv)
+    vllm_calls.mla_kv_write(write, latent, k_rope, cache, batch, CACHE_DTYPE, kv.scales[0])
 
 
 @fused(
@@ -49,9 +50,7 @@ def mla_kv_write_fp8(view: Any, latent: torch.Tensor, k_rope: torch.Tensor, batc
     features=(FP8_LATENTS,),
     needs=(DIMS,),
 )
-def mla_absorbed_fp8(
-    view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: UnitScaledKV
-) -> torch.Tensor:
+def mla_absorbed_fp8(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: StaticKV) -> torch.Tensor:
     """As `mla_absorbed`, with the schedule and the function for FP8."""
     plan, attend = view.prepared
     q, (lens, tables) = fold_query(view, q_nope, q_rope), one_sequence_per_token(batch)
@@ -66,7 +65,7 @@ def mla_absorbed_fp8(
         num_splits=splits,
         softmax_scale=view.scale,
         causal=True,
-        k_scale=unit_scale(q.device),
+        k_scale=kv.scales[0],
         kv_cache_dtype=CACHE_DTYPE,
     )
     return unfold_result(view, only(out)[:, 0])
@@ -81,9 +80,8 @@ def mla_absorbed_fp8(
     capture_safe=False,
     needs_host_lens=True,
 )
-def mla_expanded_fp8(
-    view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: UnitScaledKV
-) -> torch.Tensor:
-    """As `mla_expanded`; bytes are gathered, and converted by torch."""
+def mla_expanded_fp8(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: StaticKV) -> torch.Tensor:
+    """As `mla_expanded`; bytes are gathered, and dequantized by torch."""
     found = gather_latents(latents(kv).view(torch.uint8), batch.block_tables, batch.lens().seq_lens)
-    return attend_expanded(view, q_nope, q_rope, batch, found.view(FP8).to(q_nope.dtype))
+    (dense,) = kv.dequantize(found.view(kv.spec.dtype))
+    return attend_expanded(view, q_nope, q_rope, batch, dense)

@@ -238,7 +238,7 @@ def resolve_kv_cache_dtype(quantization: str | None, kv_cache_dtype: str) -> str
         UsageError: the quantization has a KV dtype of its own, and the option is neither "auto" nor that.
     """
     own = QUANTIZATIONS.get(quantization or "", "auto")
-    if own == "auto" or kv_cache_dtype == own:
+    if own == "auto" or kv_cache_dtype in (own, f"{own}_static"):
         return kv_cache_dtype
     if kv_cache_dtype == "auto":
         return own

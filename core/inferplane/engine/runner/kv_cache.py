@@ -4,7 +4,7 @@ memory that it takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +13,15 @@ import torch
 from inferplane.binding import Plan
 from inferplane.engine.runner.options import RunnerOptions
 from inferplane.errors import CapacityError, UsageError, warn
-from inferplane.kvcache import StatePool, blocks_held, list_kv_dtypes, paged_layout
+from inferplane.kvcache import (
+    STATIC_DTYPES,
+    STATIC_SUFFIX,
+    StatePool,
+    blocks_held,
+    list_kv_dtypes,
+    paged_layout,
+    static_layout,
+)
 from inferplane.kvcache.tables import Windows
 from inferplane.ops import CausalLM, Op
 from inferplane.types import (
@@ -42,7 +50,12 @@ def block_tokens_of(plan: Plan) -> int:
 
 
 def kv_layouts_for(
-    backend: Backend, request: KVRequest, dtype: torch.dtype, options: RunnerOptions, name: str
+    backend: Backend,
+    request: KVRequest,
+    dtype: torch.dtype,
+    options: RunnerOptions,
+    name: str,
+    has_scales: Callable[[str], bool] = bool,
 ) -> Sequence[KVLayout]:
     """The layouts that the cache of one kind of layer may have: those of the device with the KV dtype and the block
     size of the options. Binding then picks one that the attention kernels read.
@@ -53,14 +66,30 @@ def kv_layouts_for(
         dtype: of the plan.
         options: `kv_cache_dtype`, and `block_tokens` if the model drafts for another.
         name: of the model, for the error.
+        has_scales: whether the model has static scales for a KV dtype; left out: for all. Without them layouts of
+            integers with static scales are left out; FP8 has a scale of 1.
 
     Raises:
-        UsageError: no layout has the KV dtype, or the block size of the model that this model drafts for.
+        UsageError: no layout has the KV dtype, or the block size of the model that this model drafts for; the only ones
+            need static scales that the model lacks.
     """
     known = list(backend.kv_layouts(request, dtype)) or [
         paged_layout(DEFAULT_BLOCK_TOKENS, kv_dtype) for kv_dtype in list_kv_dtypes(request)
     ]
-    fitting = [x for x in known if x.kv_dtype == options.kv_cache_dtype]
+    kv_dtype = options.kv_cache_dtype.removesuffix(STATIC_SUFFIX)
+    fitting = [x for x in known if x.kv_dtype == kv_dtype]
+    if kv_dtype != options.kv_cache_dtype:
+        own = [x for x in fitting if x.has_static_scales]
+        portable = [static_layout(known[0].block_tokens, kv_dtype)] if kv_dtype in STATIC_DTYPES else []
+        fitting = own or portable
+    if fitting and kv_dtype != "fp8" and not has_scales(kv_dtype):
+        fitting = [x for x in fitting if not x.has_static_scales]
+        if not fitting:
+            raise UsageError(
+                f"kv_cache_dtype = {options.kv_cache_dtype!r} on device {backend.name!r} needs static scales, and "
+                f"{name} has none for {kv_dtype}.",
+                remedy=f"calibrate some: `inferplane quantize {name} --kv-cache {kv_dtype} --data TEXTS --out FOLDER`",
+            )
     block_tokens = options.block_tokens
     if fitting and block_tokens is not None:
         fitting = [x for x in fitting if x.block_tokens == block_tokens]

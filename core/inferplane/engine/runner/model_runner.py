@@ -16,6 +16,7 @@ from inferplane.engine.runner.buckets import bucket_sizes
 from inferplane.engine.runner.capture import DecodeSteps
 from inferplane.engine.runner.estimate import check_fit
 from inferplane.engine.runner.kv_cache import CacheMemory, CachePlan, check_memory, count_budget, place_caches
+from inferplane.engine.runner.loading import kv_scales
 from inferplane.engine.runner.loading.weight_loading import read_weights
 from inferplane.engine.runner.model_files import ModelFiles
 from inferplane.engine.runner.options import Draft, RunnerOptions
@@ -37,8 +38,8 @@ class Runner(PlannedModel):
     Attributes, beside those of `PlannedModel`: `loaded`; `steps`, the bound model per step kind; `cache`; `draft`, the
     runner of a draft model or None: it has a plan and weights of its own, and a cache of as many blocks of the same
     size, so that both share block tables; `limited_by_cache`, True if the cache caps `max_model_len`;
-    `kv_budget_bytes`, what all caches together may take; `spent_s`, seconds of each phase of `open`, without those of a
-    draft model.
+    `kv_budget_bytes`, what all caches together may take; `kv_values`, static scales that were read; `spent_s`,
+    seconds of each phase of `open`, without those of a draft model.
     """
 
     draft: Runner | None
@@ -48,6 +49,7 @@ class Runner(PlannedModel):
         self.steps: dict[StepKind, Callable[..., Any]] = {}
         self.cache: KVCache | None = None
         self.limited_by_cache = False
+        self.kv_values: kv_scales.Values = {}
         self.kv_budget_bytes: int | None = options.kv_cache_bytes
 
     @classmethod
@@ -138,6 +140,7 @@ class Runner(PlannedModel):
     def load_weights(self, progress: Callable[[int, int], None] | None) -> None:
         """Read and pack the weights, warn about what is odd in them, and link the bound ops with them (`steps`)."""
         with self.measure_phase("load"):
+            self.kv_values = kv_scales.read_values(self, self.plan)
             self.loaded = read_weights(self, progress)
         self.link_weights()
 
@@ -237,6 +240,7 @@ class Runner(PlannedModel):
             stored = [made.layers[storage] for storage in tables.storage_of]
             layers = [kv if kv.request == r else kv.share(r) for kv, r in zip(stored, self.kv_requests())]
             made = replace(made, layers=tuple(layers), tables=tables.table_of)
+        made = kv_scales.give_scales(made, self.model, self.plan, self.kv_values)
         requests, numbers = self.layer_requests(), made.list_tables()
         if all(request.keeps_entries_only for request in requests):
             return made

@@ -23,6 +23,7 @@ from inferplane.engine.runner.kv_cache import (
     count_slot_bytes,
     list_requests,
 )
+from inferplane.engine.runner.loading import kv_scales
 from inferplane.engine.runner.loading.device_model import DeviceModel
 from inferplane.engine.runner.loading.drafters import OWN, Drafter, build_drafters
 from inferplane.engine.runner.loading.weight_formats import build_as_read, count_expanded, formats_read_by_row
@@ -309,7 +310,7 @@ class PlannedModel(DeviceModel):
         """The entries `kv_tables` and, if there are any, `drafters`, the `states` that layers keep of sequences, and
         what is `quantized` while it is read, of `explain`.
         """
-        data: dict[str, Any] = {"kv_tables": self.tables.data()}
+        data: dict[str, Any] = {"kv_tables": self.tables.data(), **kv_scales.describe(self, self.plan)}
         if drafters := self.describe_drafters():
             data["drafters"] = drafters
         if sequence_bytes := self.count_state_bytes():

@@ -8,7 +8,7 @@ Source: vllm-project/vllm, csrc/torch_bindings.cpp.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,12 +57,13 @@ def kv_write(
     cache: tuple[torch.Tensor, torch.Tensor],
     batch: Batch,
     cache_dtype: str = CACHE_DTYPE,
+    scales: Sequence[torch.Tensor] = (),
 ) -> None:
     """The op `kv_write` by `call(k, v, keys, values, slots, kv_cache_dtype, k_scale, v_scale)`, which skips slot -1.
-    Scales are 1.
+    `scales`, float32 `[1]` of K and of V, are 1 where there are none.
     """
-    scale = unit_scale(k.device)
-    call(k.contiguous(), v.contiguous(), *cache, batch.slots, cache_dtype, scale, scale)
+    k_scale, v_scale = scales or [unit_scale(k.device)] * 2
+    call(k.contiguous(), v.contiguous(), *cache, batch.slots, cache_dtype, k_scale, v_scale)
 
 
 def mla_kv_write(
@@ -72,8 +73,10 @@ def mla_kv_write(
     cache: torch.Tensor,
     batch: Batch,
     cache_dtype: str = CACHE_DTYPE,
+    scale: torch.Tensor | None = None,
 ) -> None:
-    """The op `mla_kv_write` by `call(latent, k_rope, cache, slots, kv_cache_dtype, scale)`, which skips slot -1. The
-    scale is 1.
+    """The op `mla_kv_write` by `call(latent, k_rope, cache, slots, kv_cache_dtype, scale)`, which skips slot -1.
+    `scale`, float32 `[1]`, is 1 where there is none.
     """
-    call(latent.contiguous(), k_rope.contiguous(), cache, batch.slots, cache_dtype, unit_scale(latent.device))
+    scale = unit_scale(latent.device) if scale is None else scale
+    call(latent.contiguous(), k_rope.contiguous(), cache, batch.slots, cache_dtype, scale)

@@ -26,8 +26,9 @@ _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("features", "packings"), (dict,)),
     **dict.fromkeys(("layouts", "rank_bytes"), (list,)),
     "names": (list, type(None)),
+    "kv_scales": (dict, type(None)),
 }
-_LATER: dict[str, Any] = {"draft_quantization": None}
+_LATER: dict[str, Any] = {"draft_quantization": None, "kv_scales": None}
 """Entries that exports of earlier releases lack, and what these mean by it."""
 
 
@@ -48,6 +49,8 @@ class Manifest:
         rank_bytes: bytes of the packed weights of each rank.
         draft_quantization: that of the prediction layers; None: the same as of the model.
         names: the checkpoint's tensors, by which a quantized checkpoint is understood; None: it was not quantized.
+        kv_scales: calibrated scales of the KV cache: "dtype", and "layers", the scales of K and V by layer; None: the
+            checkpoint has none.
         folder: where it was read from; "" before it is written.
     """
 
@@ -63,6 +66,7 @@ class Manifest:
     rank_bytes: list[int] = field(default_factory=list)
     names: list[str] | None = None
     draft_quantization: str | None = None
+    kv_scales: dict[str, Any] | None = None
     folder: str = ""
 
     @property

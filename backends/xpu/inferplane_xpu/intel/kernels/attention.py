@@ -16,10 +16,8 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.fused.fp8_cache import FP8
 from inferplane.kernels.fused.needs import declare_fused
-from inferplane.kernels.fused.operands import unit_scale
-from inferplane.plugin import Batch, Kernels, LayerKV, When
+from inferplane.plugin import Batch, Kernels, LayerKV, StaticKV, When
 from inferplane_xpu.intel.kernels.lengths import AttentionSequences, single_tokens
 from inferplane_xpu.intel.kernels.when import MATRIX, is_decode_compiled, is_prefill_compiled
 from inferplane_xpu.intel.kvcache import PAGED
@@ -29,6 +27,15 @@ KERNELS = Kernels()
 fused = partial(declare_fused, KERNELS, provider="vllm_xpu", kv_layouts=(PAGED,), features=MATRIX)
 WITH_SINKS = partial(When, extensions=("attention.sinks",))
 NO_WINDOW = (-1, -1)
+KVScales = tuple[torch.Tensor | None, torch.Tensor | None]
+NO_SCALES: KVScales = (None, None)
+
+
+def scales_of(kv: LayerKV) -> KVScales:
+    """The scales of K and of V, float32 `[1]`; of latents twice the same. Blocks in FP8 need both: the kernels for many
+    queries read them without a check that they are there.
+    """
+    return (kv.scales[0], kv.scales[-1]) if isinstance(kv, StaticKV) else NO_SCALES
 
 
 @functools.cache
@@ -48,24 +55,24 @@ def varlen(
     paged: bool = True,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
+    scales: KVScales = NO_SCALES,
 ) -> torch.Tensor:
     """_vllm_fa2_C::varlen_fwd: causal, no dropout, slopes or caps, splits as the vendor chooses them.
 
     Args:
         q: `[T, H, D]`. k, v: blocks `[blocks, 64, G, D]`, or `[keys, G, D]` where not `paged`; `at.lens` then holds
-            running sums. Blocks in FP8 have a scale of 1.
+            running sums.
         at: the sequences. scale: of the scores. window: how many last tokens a query sees, itself included.
         sinks: `[H]` in the dtype of `q`, or None.
+        scales: of blocks in FP8 (`scales_of`).
     """
     left, right = NO_WINDOW if window is None else (window - 1, 0)
     causal = at.max_query_tokens > 1
     # The offsets of keys are read only without blocks; with them any int32 tensor will do.
     keys, lens, tables = (at.query_start, at.lens, at.tables) if paged else (at.lens, None, None)
-    # Blocks in FP8 need both scales: the kernels for many queries read them without a check that they are there.
-    kv_scale = unit_scale(q.device) if k.dtype is FP8 else None
     out: torch.Tensor = flash.varlen_fwd(
         q, k, v, None, at.query_start, keys, lens, None, tables, None, at.max_query_tokens, at.max_seq_tokens, 0.0,
-        *_query_scales(), kv_scale, kv_scale, scale, sinks, False, causal, left, right, 0.0, False, None, None, False,
+        *_query_scales(), *scales, scale, sinks, False, causal, left, right, 0.0, False, None, None, False,
         None, None,
     )[0]  # fmt: skip
     return out
@@ -105,7 +112,14 @@ def attention_few(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torc
     """The kernels for single tokens."""
     keys, values = kv.view_blocks()  # type: ignore[attr-defined]
     return varlen(
-        q.contiguous(), keys, values, single_tokens(batch), view.scale, window=view.kv.window, sinks=view.sinks
+        q.contiguous(),
+        keys,
+        values,
+        single_tokens(batch),
+        view.scale,
+        window=view.kv.window,
+        sinks=view.sinks,
+        scales=scales_of(kv),
     )
 
 
@@ -115,4 +129,5 @@ def attention_many(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> tor
     keys, values = kv.view_blocks()  # type: ignore[attr-defined]
     most = max(2, batch.max_query_tokens)
     at = AttentionSequences(batch.query_start, batch.seq_lens, batch.block_tables, most, batch.max_seq_tokens)
-    return varlen(q.contiguous(), keys, values, at, view.scale, window=view.kv.window, sinks=view.sinks)
+    window, sinks = view.kv.window, view.sinks
+    return varlen(q.contiguous(), keys, values, at, view.scale, window=window, sinks=sinks, scales=scales_of(kv))

@@ -15,7 +15,7 @@ from inferplane.kernels.fused.latents import expand_latents, fold_query, unfold_
 from inferplane.kernels.fused.needs import PLAIN_KV_B, declare_fused
 from inferplane.kernels.fused.operands import cumulative_lengths
 from inferplane.plugin import Batch, Kernels, LayerKV, latents
-from inferplane_xpu.intel.kernels.attention import varlen
+from inferplane_xpu.intel.kernels.attention import scales_of, varlen
 from inferplane_xpu.intel.kernels.lengths import AttentionSequences, single_tokens
 from inferplane_xpu.intel.kernels.when import LATENT_HEADS, MATRIX
 from inferplane_xpu.intel.kvcache import PAGED
@@ -50,7 +50,8 @@ def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
     q = fold_query(view, q_nope, q_rope)
     cache, groups = latents(kv)[:, :, None], max(1, d.heads // LATENT_HEADS)
     grouped = q.view(tokens * groups, d.heads // groups, -1)
-    mid = varlen(grouped, cache, cache[..., : d.latent], single_tokens(batch, groups), view.scale)
+    at, values = single_tokens(batch, groups), cache[..., : d.latent]
+    mid = varlen(grouped, cache, values, at, view.scale, scales=scales_of(kv))
     return unfold_result(view, mid.view(tokens, d.heads, d.latent))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from inferplane.binding import Plan, signature, write_lock
+from inferplane.engine.runner.loading.kv_scales import export_scales
 from inferplane.engine.runner.loading.weight_loading import describe_packings, pack_weights
 from inferplane.engine.runner.model_files import LOCK, ModelFiles
 from inferplane.engine.runner.model_runner import Runner
@@ -138,6 +139,7 @@ class _Exporter:
             packing_hash=hash_packings({label: entry["version"] for label, entry in packings.items()}),
             layouts=layouts,
             rank_bytes=rank_bytes,
+            kv_scales=export_scales(runner),
             names=sorted(self.files.names()) if self.files.config.get("quantization_config") else None,
         )
         self._write_common(runner)

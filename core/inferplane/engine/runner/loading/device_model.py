@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from inferplane.binding import PlanSettings
 from inferplane.binding.old_names import current_kernel_names
@@ -12,6 +13,7 @@ from inferplane.engine.runner.model_files import ModelFiles
 from inferplane.engine.runner.options import RunnerOptions, resolve_dtype
 from inferplane.errors import BindError, UsageError
 from inferplane.models import Config
+from inferplane.models.reading.kv_scales import KVScales, find_kv_scales, of_export
 from inferplane.plugins import PluginHost
 from inferplane.types import Backend, DeviceState, KVLayout, KVRequest, Placement
 
@@ -59,6 +61,21 @@ class DeviceModel:
             return None
         return None if files.exported is not None and files.exported.names is None else set(files.names())
 
+    @cached_property
+    def kv_scales(self) -> KVScales | None:
+        """Calibrated scales of the KV cache that the files state or have; None: neither."""
+        if self.options.load_format == "dummy" or not self.files.has_weights:
+            return None
+        if (exported := self.files.exported) is not None:
+            return None if exported.kv_scales is None else of_export(exported.kv_scales)
+        return find_kv_scales(self.files.config.get("quantization_config"), set(self.files.names()))
+
+    def _has_kv_scales(self, kv_dtype: str) -> bool:
+        """Whether there are static scales for a KV dtype. Random weights have random ones."""
+        if self.options.load_format == "dummy" or not self.files.has_weights:
+            return True
+        return self.kv_scales is not None and self.kv_scales.serves(kv_dtype)
+
     @property
     def settings(self) -> PlanSettings:
         """What binding needs to know of the device: that of `options.arch` if given, else of the opened device, else
@@ -78,7 +95,7 @@ class DeviceModel:
         Raises:
             BindError: all of them were.
         """
-        fitting = kv_layouts_for(self.backend, request, self.dtype, self.options, self.files.name)
+        fitting = kv_layouts_for(self.backend, request, self.dtype, self.options, self.files.name, self._has_kv_scales)
         if right := [x for x in fitting if (request, x.name) not in self.wrong_layouts]:
             return right
         reasons = [f"{x.name}: {self.wrong_layouts[request, x.name]}" for x in fitting]
