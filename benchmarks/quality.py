@@ -151,7 +151,7 @@ def write_rotated(model: Path, folder: Path) -> None:
     """Write a model with a rotated residual stream, seed 0, in bfloat16."""
     from inferplane.calibrate import rotate
     from inferplane.engine import ModelFiles
-    from inferplane.models.writing.quantize import ModelToQuantize
+    from inferplane.models.writing.model_to_quantize import ModelToQuantize
 
     files = ModelFiles(model)
     ids = [i % int(files.config["vocab_size"]) for i in range(7, 7 * 65, 7)]

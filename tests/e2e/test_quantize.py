@@ -23,7 +23,8 @@ from inferplane.errors import CapacityError, InferplaneWarning, UnsupportedModel
 from inferplane.models import SafetensorsFolder
 from inferplane.models.writing import quantize as module
 from inferplane.models.writing.compressed_form import split
-from inferplane.models.writing.quantize import ModelToQuantize, quantize_checkpoint
+from inferplane.models.writing.model_to_quantize import ModelToQuantize
+from inferplane.models.writing.quantize import quantize_checkpoint
 from inferplane.models.writing.safetensors_writer import PlannedTensor, SafetensorsWriter
 from inferplane.ops import encode
 from inferplane.quant import read_quant_config

@@ -10,12 +10,16 @@ import torch
 
 from inferplane.calibrate import folds
 from inferplane.calibrate.folds import Fold, find_folds
+from inferplane.calibrate.kv_scales import KVCalibration
 from inferplane.calibrate.layers import Hidden, LayeredModel, bind, run_layer
 from inferplane.calibrate.methods.gptq import Hessian
 from inferplane.calibrate.methods.rounding import fake_quantize
 from inferplane.calibrate.observe import SAMPLE_ROWS, Inputs, NormReaders, ProductKey, ProductObserver
 from inferplane.calibrate.recipe import Channels, Recipe, WeightToRound
+from inferplane.models.reading.kv_scales import find_layer
+from inferplane.models.writing.kv_scales import names_of
 from inferplane.ops import Op
+from inferplane.ops.oracle import Stored
 from inferplane.types import PLAIN, ActivationQuant, QTensor, Weight
 
 EXACT = 1e-5
@@ -52,6 +56,7 @@ class Calibrator:
         quants: format -> quantization of the activations.
         recipe: the methods.
         seed: of anything random.
+        kv_dtype: KV dtype that gets static scales; None: the cache stays in the model's dtype.
     """
 
     model: LayeredModel
@@ -60,6 +65,7 @@ class Calibrator:
     quants: Mapping[str, ActivationQuant]
     recipe: Recipe
     seed: int = 0
+    kv_dtype: str | None = None
     hidden: list[Hidden] = field(default_factory=list)
 
     def begin(self) -> None:
@@ -70,10 +76,14 @@ class Calibrator:
         """Calibrate the next layer, and set `hidden` to what it returns quantized."""
         return _LayerCalibration(self, layer).run()
 
+    @property
+    def every(self) -> int:
+        """One row of so many is held for searches."""
+        return max(1, sum(map(len, self.windows)) // SAMPLE_ROWS)
+
     def make_inputs(self, columns: int) -> Inputs:
         """Where the inputs of a product are counted."""
-        every = max(1, sum(map(len, self.windows)) // SAMPLE_ROWS)
-        return Inputs(columns, Hessian(columns) if self.recipe.needs_hessian else None, every)
+        return Inputs(columns, Hessian(columns) if self.recipe.needs_hessian else None, self.every)
 
 
 class _LayerCalibration:
@@ -86,6 +96,7 @@ class _LayerCalibration:
         self.formats = {i: self._format_of(w) for i, w in self.weights.items()}
         self.before = {i: self.values[i].clone() for i, format in self.formats.items() if format == PLAIN}
         self.inputs: dict[ProductKey, Inputs] = {}
+        self.cache: KVCalibration | None = None
 
     def _format_of(self, weight: Weight) -> str:
         found = {self.calibrator.format_of(part) for part in weight.parts}
@@ -99,15 +110,30 @@ class _LayerCalibration:
             self._step(0, ProductObserver(self.values, self.weights.values(), readers.see), readers.around)
             folded = self._fold(find_folds(self.layer, readers.found), results[0])
         quantized = self._round()
-        plain = self._list_changed()
+        plain = {**self._list_changed(), **self._scale_cache()}
         return LayerResult(quantized, plain, self._advance(results), folded)
 
-    def _step(self, number: int, products: ProductObserver, around: Any = None) -> Hidden:
+    def _step(
+        self, number: int, products: ProductObserver, around: Any = None, through: Stored | None = None
+    ) -> Hidden:
         """Run the layer over one window."""
         calibrator = self.calibrator
         with products:
             bound = bind(self.layer, self.values, around)
-            return run_layer(self.layer, bound, calibrator.hidden[number], calibrator.windows[number])
+            return run_layer(self.layer, bound, calibrator.hidden[number], calibrator.windows[number], through)
+
+    def _scale_cache(self) -> dict[str, torch.Tensor]:
+        """Choose the scales of the cache by what the quantized layer stores, keys as they are after their rotation;
+        returns them by checkpoint names.
+        """
+        kv_dtype, request = self.calibrator.kv_dtype, next(iter(self.layer.kv_requests()), None)
+        if kv_dtype is None or request is None:
+            return {}
+        self.cache = KVCalibration(request, kv_dtype, self.calibrator.every)
+        for number in range(len(self.calibrator.windows)):
+            self._step(number, self._quantized_products(), through=self.cache.see)
+        scales = self.cache.choose()
+        return {name: torch.tensor([scale]) for name, scale in zip(names_of(find_layer(self.layer)), scales)}
 
     def _observe(self) -> list[torch.Tensor]:
         """Count the inputs of all products; returns the hidden states behind the layer, as it is."""
@@ -214,18 +240,24 @@ class _LayerCalibration:
 
     # -- what comes after
 
-    def _advance(self, results: Sequence[torch.Tensor]) -> float:
-        """Run the quantized layer, with quantized activations, over all windows; returns the error."""
+    def _quantized_products(self) -> ProductObserver:
+        """Quantizes the activations that the formats quantize."""
         quants = {i: quant for i, f in self.formats.items() if (quant := self.calibrator.quants.get(f)) is not None}
 
         def quantize(key: ProductKey, x: torch.Tensor) -> torch.Tensor:
             return fake_quantize(x, quants[key.weight])
 
-        products = ProductObserver(self.values, [self.weights[i] for i in quants], quantize)
+        return ProductObserver(self.values, [self.weights[i] for i in quants], quantize)
+
+    def _advance(self, results: Sequence[torch.Tensor]) -> float:
+        """Run the quantized layer, with quantized activations and entries of the cache, over all windows; returns the
+        error."""
+        products = self._quantized_products()
+        through = None if self.cache is None else self.cache.round
         wrong, size = 0.0, 0.0
         after = []
         for number, result in enumerate(results):
-            hidden = self._step(number, products)
+            hidden = self._step(number, products, through=through)
             wrong += (hidden.total() - result).square().sum().item()
             size += result.square().sum().item()
             after.append(hidden)

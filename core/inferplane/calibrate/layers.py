@@ -12,7 +12,7 @@ from inferplane.binding import FormatReader, TensorSource
 from inferplane.binding.link import Around, bind_body
 from inferplane.binding.load import assemble
 from inferplane.ops import CausalLM, Op
-from inferplane.ops.oracle import OracleKV
+from inferplane.ops.oracle import OracleKV, Stored
 from inferplane.types import HOST, Batch, HybridCache, LayerCache, QTensor, StateCache, StateSlots, Weight
 from inferplane.types.batch import Query, make_batch
 
@@ -84,15 +84,23 @@ def make_step(ids: Sequence[int]) -> Batch:
     return make_batch([Query(ids, 0, list(blocks), state=STATES)], block_tokens=BLOCK_TOKENS, device=HOST)
 
 
-def make_cache(layer: Op, tokens: int) -> LayerCache:
-    """What a layer is called with beside the step: caches in float32 for a sequence of so many tokens."""
+def make_cache(layer: Op, tokens: int, through: Stored | None = None) -> LayerCache:
+    """What a layer is called with beside the step: caches in float32 for a sequence of so many tokens.
+
+    Args:
+        layer: the layer.
+        tokens: of the sequence.
+        through: applied to entries when they are written; None: they are stored as they are.
+    """
     request, states = next(iter(layer.kv_requests()), None), next(iter(layer.state_requests()), None)
     slots = -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
-    kv = None if request is None else OracleKV(request, BLOCK_TOKENS, slots)
+    kv = None if request is None else OracleKV(request, BLOCK_TOKENS, slots, through)
     stored = None if states is None else StateCache(states, max(STATES) + 1, torch.float32, HOST)
     return HybridCache(kv, stored) if kv is not None and stored is not None else kv or stored
 
 
-def run_layer(layer: Op, bound: Callable[..., Any], hidden: Hidden, ids: Sequence[int]) -> Hidden:
-    """Run a bound layer over one window."""
-    return Hidden(*bound(hidden.x, hidden.residual, make_step(ids), make_cache(layer, len(ids))))
+def run_layer(
+    layer: Op, bound: Callable[..., Any], hidden: Hidden, ids: Sequence[int], through: Stored | None = None
+) -> Hidden:
+    """Run a bound layer over one window; `through` as of `make_cache`."""
+    return Hidden(*bound(hidden.x, hidden.residual, make_step(ids), make_cache(layer, len(ids), through)))

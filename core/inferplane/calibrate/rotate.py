@@ -22,7 +22,7 @@ from inferplane.models.build import Build
 from inferplane.models.reading.config import Config
 from inferplane.models.registry import build
 from inferplane.models.writing.fused_names import is_stored_within, list_parts
-from inferplane.models.writing.quantize import ModelToQuantize
+from inferplane.models.writing.model_to_quantize import ModelToQuantize
 from inferplane.ops import CausalLM, Op
 from inferplane.ops.basic import RMSNorm
 from inferplane.types import Weight

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from inferplane.calibrate.texts import MIN_WINDOW, hash_windows
 from inferplane.errors import UnsupportedModelError, UsageError
 from inferplane.models.build import Build
 from inferplane.models.registry import build
+from inferplane.models.writing.kv_scales import PARTS
 from inferplane.models.writing.quantize import QuantizedCopy
 from inferplane.quant import READERS
 from inferplane.types import PLAIN, QTensor
@@ -39,12 +40,14 @@ class CalibrationSettings:
         windows: token ids.
         data: names of the texts' files, for the model card.
         seed: of anything random.
+        quantizes_weights: whether the methods have weights to quantize; else the cache's scales are all that is found.
     """
 
     recipe: Recipe
     windows: Sequence[Sequence[int]]
     data: Sequence[str] = ()
     seed: int = 0
+    quantizes_weights: bool = True
 
 
 class CalibratedTensors:
@@ -59,7 +62,8 @@ class CalibratedTensors:
         self._partial = partial
         windows, names = settings.windows, ", ".join(settings.recipe.names) or "nearest"
         tokens = sum(map(len, windows))
-        self.how = f"calibrated ({names}) on {len(windows)} windows, {tokens:,} tokens, with seed {settings.seed}."
+        by = f" ({names})" if settings.quantizes_weights else ""
+        self.how = f"calibrated{by} on {len(windows)} windows, {tokens:,} tokens, with seed {settings.seed}."
         reports = partial.reports()
         losses = ", ".join(f"{report.error:.2e}" for report in reports)
         folded = sum(report.folded for report in reports)
@@ -67,6 +71,7 @@ class CalibratedTensors:
             f"SHA-256 of the windows' token ids: `{hash_windows(windows)}`. Texts: {', '.join(settings.data) or '-'}.",
             f"What quantizing each layer added, as squares of the error over squares of its result: {losses}.",
             *([ROTATED] if settings.recipe.rotation is not None else []),
+            *_describe_cache(partial),
             *([f"Channels were rescaled in {folded} places, without changing float32 results."] if folded else []),
         ]
 
@@ -119,6 +124,7 @@ def calibrate(
         copy.quants,
         settings.recipe,
         settings.seed,
+        copy.kv_dtype,
     )
     partial = PartialCalibration.begin(folder, describe(copy, settings))
     if partial.done:
@@ -131,6 +137,15 @@ def calibrate(
         if progress is not None:
             progress(number + 1, len(model.layers))
     return CalibratedTensors(partial, settings)
+
+
+def _describe_cache(partial: PartialCalibration) -> Iterator[str]:
+    """What the model card says of the KV cache's scales."""
+    found = {part: [name for name in partial.names() if name.endswith(part)] for part in PARTS}
+    values = {part: [partial.plain(name).item() for name in names] for part, names in found.items()}  # type: ignore[union-attr]
+    if all(values.values()):
+        spans = (f"{part} from {min(v):.3g} to {max(v):.3g}" for part, v in values.items())
+        yield f"Static scales of the KV cache, one a layer: {', '.join(spans)}."
 
 
 def check_windows(windows: Sequence[Sequence[int]], vocab: int, positions: int) -> None:
@@ -150,6 +165,7 @@ def check_windows(windows: Sequence[Sequence[int]], vocab: int, positions: int) 
 def describe(copy: QuantizedCopy, settings: CalibrationSettings) -> dict[str, Any]:
     """Everything that a calibration's result depends on, so that another one is not continued by mistake."""
     files = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in copy.origin.files]
+    cache = {} if copy.kv_dtype is None else {"kv_cache": copy.kv_dtype}
     formats = hashlib.sha256(json.dumps(sorted(copy.formats.items())).encode()).hexdigest()
     return {
         "schema": 1,
@@ -163,4 +179,5 @@ def describe(copy: QuantizedCopy, settings: CalibrationSettings) -> dict[str, An
         "seed": settings.seed,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
+        **cache,
     }

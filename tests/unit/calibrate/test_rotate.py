@@ -14,7 +14,8 @@ from inferplane.engine import ModelFiles
 from inferplane.errors import UnsupportedModelError
 from inferplane.models.build import Build
 from inferplane.models.registry import build
-from inferplane.models.writing.quantize import ModelToQuantize, quantize_checkpoint
+from inferplane.models.writing.model_to_quantize import ModelToQuantize
+from inferplane.models.writing.quantize import quantize_checkpoint
 from inferplane.plugins import host
 from inferplane.types import Shard
 from tests.families.cases import ALL_CASES, make

@@ -25,7 +25,8 @@ from inferplane.calibrate.texts import Text
 from inferplane.engine import ModelFiles
 from inferplane.errors import CheckpointError, PluginError, UnsupportedModelError, UsageError
 from inferplane.models.writing.fused_names import list_parts
-from inferplane.models.writing.quantize import ModelToQuantize, QuantizedCopy, quantize_checkpoint
+from inferplane.models.writing.model_to_quantize import ModelToQuantize
+from inferplane.models.writing.quantize import QuantizedCopy, quantize_checkpoint
 from inferplane.plugins import host
 from inferplane.quant.online import quantize
 from tests.e2e.tiny_models import llama_config, random_model

@@ -7,8 +7,9 @@ of compressed-tensors, or DeepSeek's own where all is FP8 in blocks of 128 x 128
 With --data the model is calibrated on texts, layer by layer: each layer reads what the quantized layers before it
 return. --method says how, as names with commas: one that rounds weights (nearest, clip, gptq), and before it one that
 rescales channels without changing results (smoothquant, pss, awq), and one that rotates the residual stream (rotate);
-or those that a plugin brings. Unfinished work is beside the new folder, as FOLDER.calibration: the same command goes
-on with it.
+or those that a plugin brings. --kv-cache finds static scales of a KV cache in int8 or fp8 on the same texts, one a
+layer for K and one for V; without --quantization weights stay as they are. Unfinished work is beside the new folder,
+as FOLDER.calibration: the same command goes on with it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from inferplane.units import format_bytes
 if TYPE_CHECKING:
     from inferplane.calibrate import CalibratedTensors, CalibrationSettings
     from inferplane.engine import ModelFiles
-    from inferplane.models.writing.quantize import ModelToQuantize, QuantizedCopy
+    from inferplane.models.writing.model_to_quantize import ModelToQuantize
+    from inferplane.models.writing.quantize import QuantizedCopy
 
 SCHEMA = 1
 WINDOWS, WINDOW_TOKENS = 128, 512
@@ -45,6 +47,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--data", metavar="PATH", nargs="+", help=words)
     words = "with --data: clip, gptq, smoothquant, pss, awq, rotate, or several as pss,gptq"
     parser.add_argument("--method", metavar="NAMES", help=words)
+    words = "with --data: static scales of a KV cache in int8 or fp8, with --quantization or alone"
+    parser.add_argument("--kv-cache", metavar="D", help=words)
     words = "columns of int4 weights that share a scale: 32, 64 or 128 (default 32)"
     parser.add_argument("--group-size", metavar="N", type=int, help=words)
     words = f"most windows of text (default {WINDOWS})"
@@ -57,6 +61,7 @@ def add_arguments(parser: Parser) -> None:
         parser,
         "--quantization weight_only_int4 --out demo-int4",
         "org/model --quantization a8w8 --data texts --out m",
+        "org/model --kv-cache int8 --data texts --out m",
     )
 
 
@@ -64,11 +69,13 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     """Quantize, and print the folder."""
     from inferplane import __version__
     from inferplane.engine import ModelFiles
-    from inferplane.models.writing.quantize import ModelToQuantize, quantize_checkpoint
+    from inferplane.models.writing.model_to_quantize import ModelToQuantize
+    from inferplane.models.writing.quantize import quantize_checkpoint
     from inferplane.plugins import host
 
-    if args.quantization is None:
+    if args.quantization is None and args.kv_cache is None:
         raise UsageError("quantize lacks --quantization.", remedy="name a scheme, such as weight_only_int4")
+    _check_cache(args)
     if args.method is not None and args.data is None:
         raise UsageError("--method needs texts to calibrate on.", remedy="pass --data with files or folders of text")
     folder = Path(args.out).expanduser()
@@ -87,7 +94,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
             if calibration is not None:
                 origin, run = calibration.prepare(origin), calibration.run
             found = quantize_checkpoint(
-                origin, args.quantization, folder, __version__, loading.bar, run, args.group_size
+                origin, args.quantization, folder, __version__, loading.bar, run, args.group_size, args.kv_cache
             )
         finally:
             source.close()
@@ -95,12 +102,25 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
             shutil.rmtree(calibration.folder, ignore_errors=True)
     if args.json:
         weights = dict(sorted(found.weights.items()))
-        screen.facts({"schema": SCHEMA, "folder": str(folder), "tensor_bytes": found.nbytes, "weights": weights})
+        cache = {} if args.kv_cache is None else {"kv_cache": args.kv_cache}
+        facts = {"schema": SCHEMA, "folder": str(folder), "tensor_bytes": found.nbytes, "weights": weights}
+        screen.facts({**facts, **cache})
         return 0
-    listed = ", ".join(f"{count} weights in {format}" for format, count in sorted(found.weights.items()))
-    screen.note(f"{listed}; {format_bytes(found.nbytes)} in all")
+    listed = [f"{count} weights in {format}" for format, count in sorted(found.weights.items())]
+    listed += [f"static scales of a KV cache in {args.kv_cache}"] if args.kv_cache is not None else []
+    screen.note(f"{', '.join(listed)}; {format_bytes(found.nbytes)} in all")
     screen.stream(f"{folder}\n")
     return 0
+
+
+def _check_cache(args: argparse.Namespace) -> None:
+    """Raise UsageError for options of weights without a scheme, and for static scales without texts."""
+    if args.kv_cache is not None and args.data is None:
+        raise UsageError("--kv-cache needs texts to calibrate on.", remedy="pass --data with files or folders of text")
+    for name in ("method", "group_size") if args.quantization is None else ():
+        if getattr(args, name) is not None:
+            what = f"--{name.replace('_', '-')} is for weights, and there is no scheme for them."
+            raise UsageError(what, remedy="name one with --quantization, or leave it out")
 
 
 def _read_settings(args: argparse.Namespace, files: ModelFiles) -> CalibrationSettings:
@@ -121,13 +141,14 @@ def _read_settings(args: argparse.Namespace, files: ModelFiles) -> CalibrationSe
     from inferplane.engine.request.text import Tokenizer
     from inferplane.plugins import host
 
-    names = [name.strip() for name in (args.method or "gptq").split(",")]
+    names = [name.strip() for name in (args.method or "gptq").split(",")] if args.quantization is not None else []
     recipe = make_recipe(names, load_methods(host().calibration()))
     count, tokens = as_integer("windows", args.windows, 1), as_integer("window_tokens", args.window_tokens, 16)
     texts = read_texts(args.data)
     found = draw_windows(slice_windows(texts, Tokenizer(files.folder).encode, tokens), count, args.seed)
     windows = [window.ids for window in found]
-    return CalibrationSettings(recipe, windows, [Path(text.name).name for text in texts], args.seed)
+    names_of_texts, has_weights = [Path(text.name).name for text in texts], args.quantization is not None
+    return CalibrationSettings(recipe, windows, names_of_texts, args.seed, has_weights)
 
 
 class _Calibration:
@@ -145,7 +166,7 @@ class _Calibration:
 
     def describe(self) -> str:
         """What is done, and where unfinished work is."""
-        count, names = len(self.settings.windows), ", ".join(self.settings.recipe.names)
+        count, names = len(self.settings.windows), ", ".join(self.settings.recipe.names) or "the KV cache"
         begun = "goes on with" if self.folder.exists() else "unfinished work is in"
         return f"calibrating ({names}) on {count} windows; {begun} {self.folder}"
 

@@ -89,7 +89,8 @@ class EngineOptions:
         ops: pins of ops, or of sites such as 'layers.*.mlp', to a provider, a variant of the op, reference or
             decomposition.
         kv_cache_dtype: how the KV cache stores entries: auto (as dtype), fp8, int8, int4, k8v4 (keys in int8, values
-            in int4) where the backend has them; c8 in the name of a quantization decides it.
+            in int4) where the backend has them; fp8_static, int8_static: with the checkpoint's scales, one a layer, on
+            any backend; c8 in the name of a quantization decides it.
         quantization: quantize linear weights while they are read: weight_only_int8, weight_only_int4,
             weight_only_mxfp4, weight_only_nvfp4, a8w8 (int8, and activations in int8 where a kernel quantizes them),
             a8w8c8 (that, and a KV cache in int8), a8w8_fp8 (FP8 in blocks of 128 x 128, activations in FP8 where a

@@ -13,6 +13,7 @@ import torch
 from inferplane.binding import TensorSource
 from inferplane.errors import CheckpointError, first_of
 from inferplane.files import AGAIN
+from inferplane.ops import Op
 from inferplane.types import Shard
 
 ENTRIES = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_method", "static_kv_dtype")
@@ -117,6 +118,15 @@ def _read_entry(value: Any) -> tuple[str, str]:
     if value.get("symmetric") is False:
         return "", "they have zero points beside them"
     return ("fp8" if kind == "float" else "int8"), ""
+
+
+def find_layer(layer: Op) -> str:
+    """The name of a layer in its checkpoint, such as "model.layers.0"; "" for one without a number."""
+    for _, weight in layer.weights():
+        for part in weight.parts:
+            if found := LAYER.match(part):
+                return found[1]
+    return ""
 
 
 def read_kv_scales(source: TensorSource, found: KVScales, heads: int) -> dict[str, tuple[float, ...]]:

@@ -16,12 +16,12 @@ CARD = """---
 base_model: {source}
 library_name: inferplane
 tags:
-- {scheme}
+{tags}
 ---
 
-# {name}, {scheme}
+# {name}, {title}
 
-{source} quantized by Inferplane {version} with `--quantization {scheme}`: {how}
+{source} quantized by Inferplane {version} with `{options}`: {how}
 
 | format | weights | parameters | bytes |
 |---|---|---|---|
@@ -40,13 +40,14 @@ class CardFacts:
     """What a model card says of a copy.
 
     Args:
-        source: the model that was quantized. scheme: the quantization scheme.
+        source: the model that was quantized. scheme: the quantization scheme; "": weights are as they were.
         shapes: of the quantized weights. formats: of the same.
         fallbacks: `(requested format, that of the copy)` -> number of weights.
         files: that it was made from.
         deepseek: the copy has DeepSeek's form.
         has_plain_activations: activations before weights of 4 bits are quantized at load alone.
         how: how weights were rounded. paragraphs: further ones.
+        kv_dtype: KV dtype for which there are static scales; "": there are none.
     """
 
     source: str
@@ -59,6 +60,7 @@ class CardFacts:
     has_plain_activations: bool
     how: str = UNCALIBRATED
     paragraphs: Sequence[str] = field(default_factory=tuple)
+    kv_dtype: str = ""
 
 
 def write_card(facts: CardFacts, name: str, version: str) -> str:
@@ -87,14 +89,18 @@ def write_card(facts: CardFacts, name: str, version: str) -> str:
             "compressed-tensors cannot state it.\n\n"
         )
     notes += [f"{text}\n\n" for text in facts.paragraphs]
+    tags = [tag for tag in (facts.scheme, facts.kv_dtype and f"kv_cache_{facts.kv_dtype}") if tag]
+    options = ((facts.scheme, f"--quantization {facts.scheme}"), (facts.kv_dtype, f"--kv-cache {facts.kv_dtype}"))
     hashes = [f"- {path.name}: `{hash_file(path)}`" for path in facts.files]
     return CARD.format(
         source=facts.source,
         name=_ALPHABET.sub("-", name),
-        scheme=facts.scheme,
+        tags="\n".join(f"- {tag}" for tag in tags),
+        title=", ".join(tags),
+        options=" ".join(words for value, words in options if value),
         version=version,
         how=facts.how,
-        rows="\n".join(rows),
+        rows="\n".join(rows) or "| as they were | - | - | - |",
         notes="".join(notes),
         hashes="\n".join(hashes) or "- none",
     )

@@ -6,22 +6,22 @@ import json
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from inferplane.binding import TensorSource
 from inferplane.binding.load import check
 from inferplane.errors import CapacityError, CheckpointError, InferplaneError, UnsupportedModelError, UsageError
 from inferplane.models.build import Build
 from inferplane.models.reading.config import Config
+from inferplane.models.reading.kv_scales import find_kv_scales
 from inferplane.models.reading.normalize import SPELLINGS, TEXT_PART_OF
-from inferplane.models.reading.quant_files import FILES
 from inferplane.models.registry import build
+from inferplane.models.writing.carried_files import carry_files
 from inferplane.models.writing.compressed_form import (
     FORMS,
     GROUP_SIZES,
@@ -34,11 +34,20 @@ from inferplane.models.writing.compressed_form import (
     split,
 )
 from inferplane.models.writing.fused_names import is_stored_within, list_parts
+from inferplane.models.writing.kv_scales import (
+    TYPES,
+    describe_alone,
+    describe_scheme,
+    list_layers,
+    names_of,
+    plan_scales,
+)
 from inferplane.models.writing.model_card import UNCALIBRATED, CardFacts, write_card
+from inferplane.models.writing.model_to_quantize import Calibrated, ModelToQuantize
 from inferplane.models.writing.planned_source import PlannedSource, find_published_shape
 from inferplane.models.writing.safetensors_writer import PlannedTensor, SafetensorsWriter, count_bytes
 from inferplane.models.writing.shared_factors import SharedFactors
-from inferplane.quant import QuantFormats, quantize_on_load, read_quant_config, requantize_on_load
+from inferplane.quant import quantize_on_load, read_quant_config, requantize_on_load
 from inferplane.quant.online import max_magnitude
 from inferplane.quant.requantize import requantize
 from inferplane.types import PLAIN, QTensor, Shard
@@ -47,10 +56,6 @@ from inferplane.units import format_bytes
 Progress = Callable[[int, int], None]
 SAME_WEIGHTS = {"a8w8c8": ("a8w8", "int8"), "a8w8c8_fp8": ("a8w8_fp8", "fp8")}
 """Schemes that differ from another one in the cache alone, and its dtype: entries are quantized while running."""
-CARRIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*", "NOTICE*", "additional_chat_templates/*")
-"""Files that a quantized model takes over: tokenizer, templates, generation config, licences."""
-REPLACED = ("config.json", "params.json", *FILES)
-"""Files that say how the source was quantized, or what its config is."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
 
@@ -63,53 +68,15 @@ class QuantizedFolder:
     weights: Mapping[str, int]
 
 
-@dataclass(frozen=True)
-class ModelToQuantize:
-    """The model that is quantized.
-
-    Args:
-        name: as the user named it.
-        config: its entries.
-        source: its tensors.
-        folder: with tokenizer, templates and licence; None: there is none.
-        files: its weights' files, which are hashed.
-        plugins: model families of plugins.
-        changes: entries of the config that differ from those of the folder's file.
-    """
-
-    name: str
-    config: Config
-    source: TensorSource
-    folder: Path | None = None
-    files: Sequence[Path] = ()
-    plugins: Mapping[str, Any] | None = None
-    changes: Mapping[str, Any] = field(default_factory=dict)
-
-
-class Calibrated(Protocol):
-    """What a calibration found: values of tensors, and what the model card says of it."""
-
-    how: str
-    paragraphs: Sequence[str]
-
-    def names(self) -> Collection[str]:
-        """Tensors that it has."""
-
-    def quantized(self, name: str) -> QTensor | None:
-        """A weight; None: it was not calibrated."""
-
-    def plain(self, name: str) -> torch.Tensor | None:
-        """A tensor that is not quantized; None: it did not change."""
-
-
 def quantize_checkpoint(
     origin: ModelToQuantize,
-    scheme: str,
+    scheme: str | None,
     folder: Path,
     version: str,
     progress: Progress | None = None,
     calibrate: Callable[[QuantizedCopy], Calibrated] | None = None,
     group: int | None = None,
+    kv_dtype: str | None = None,
 ) -> QuantizedFolder:
     """Write a quantized copy of a model to a new folder; after a failure there is none.
 
@@ -119,12 +86,13 @@ def quantize_checkpoint(
 
     Args:
         origin: the model.
-        scheme: a quantization scheme.
+        scheme: a quantization scheme; None: weights stay as they are.
         folder: must not exist.
         version: of Inferplane, for the model card.
         progress: called with the number of tensors written, and of all.
         calibrate: called once it is known that the copy can be written.
         group: columns that share a scale of integers of 4 bits; None: as the scheme has it.
+        kv_dtype: KV dtype for which the copy gets static scales, "int8" or "fp8", which `calibrate` finds; None: none.
 
     Raises:
         UsageError: the folder exists or cannot be written; the scheme is unknown, cannot be stored, or changes nothing.
@@ -136,13 +104,18 @@ def quantize_checkpoint(
     if scheme in SAME_WEIGHTS:
         other, dtype = SAME_WEIGHTS[scheme]
         raise UsageError(
-            f"quantization = {scheme!r} quantizes the cache too, which no checkpoint can hold.",
-            there_is=f"{other!r}, which has the same weights",
+            f"quantization = {scheme!r} quantizes the cache too, by scales that no checkpoint holds.",
+            there_is=f"{other!r}, which has the same weights; static scales of the cache, by --kv-cache {dtype}",
             remedy=f"quantize with {other}, and load with kv_cache_dtype={dtype!r}",
         )
     if group not in (None, *GROUP_SIZES):
         raise UsageError(f"group_size = {group!r}.", there_is=", ".join(map(str, GROUP_SIZES)))
-    copy = QuantizedCopy(origin, scheme, group)
+    if kv_dtype is not None and (kv_dtype not in TYPES or calibrate is None):
+        there_is = ", ".join(sorted(TYPES))
+        raise UsageError(
+            f"Static scales of a KV cache in {kv_dtype!r}.", there_is=there_is, remedy="pass texts (--data)"
+        )
+    copy = QuantizedCopy(origin, scheme, group, kv_dtype)
     copy.check()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +130,7 @@ def quantize_checkpoint(
         with tempfile.TemporaryDirectory(prefix=f"{folder.name}.partial-", dir=folder.parent) as parent:
             made = Path(parent) / folder.name
             made.mkdir()
-            copy.carry_files(made)
+            carry_files(origin.folder, made)
             writer = SafetensorsWriter(made, copy.planned)
             writer.write(copy.tensors(progress))
             (made / "config.json").write_text(json.dumps(copy.config, indent=2) + "\n", encoding="utf-8")
@@ -175,16 +148,17 @@ class QuantizedCopy:
 
     Args:
         origin: the model.
-        scheme: a quantization scheme.
-        group: see `quantize_checkpoint`.
+        scheme, group, kv_dtype: see `quantize_checkpoint`.
 
     Attributes: `stored`, the formats of the model as it is, and `source`, its tensors as their readers need them;
     `formats`, those of the copy's quantized weights; `quants`, format -> quantization of activations; `calibrated`,
     what is written in place of weights rounded to nearest, or None.
     """
 
-    def __init__(self, origin: ModelToQuantize, scheme: str, group: int | None = None) -> None:
-        self.origin, self.scheme, self.group = origin, scheme, group
+    def __init__(
+        self, origin: ModelToQuantize, scheme: str | None, group: int | None = None, kv_dtype: str | None = None
+    ) -> None:
+        self.origin, self.scheme, self.group, self.kv_dtype = origin, scheme, group, kv_dtype
         config, names = origin.config, set(origin.source.names())
         if config.get(TEXT_PART_OF) is not None:
             raise UnsupportedModelError(
@@ -193,25 +167,35 @@ class QuantizedCopy:
                 remedy=f"load it with quantization={scheme!r}, which quantizes while it reads",
             )
         self.stored = read_quant_config(config.get("quantization_config"), names)
-        requested = quantize_on_load(scheme, config)
-        self._found: QuantFormats = requantize_on_load(requested, self.stored)
+        self._found = self.stored
+        if scheme is not None:
+            self._found = requantize_on_load(quantize_on_load(scheme, config), self.stored)
         self.source = self.stored.view(origin.source)
         self.calibrated: Calibrated | None = None
         self.formats: dict[str, str] = {}
         self.fallbacks: Counter[tuple[str, str]] = Counter()
+        old = find_kv_scales(config.get("quantization_config"), names)
+        self._old_scales = {
+            name for parts in (old.tensors if old is not None else {}).values() for name in parts.values()
+        }
         self._factors = SharedFactors(self.formats, self._find_amax)
-        for name in self.names:
+        for name in self.names if scheme is not None else ():
             self._choose(name)
-        if all(self.stored.format_of(name) == format for name, format in self.formats.items()):
+        if scheme is None and any(self.stored.format_of(name) != PLAIN for name in self.names):
+            raise UsageError(
+                f"{origin.name} has quantized weights, which are not written as they are.",
+                remedy="name a scheme (--quantization), or begin with the model in 16 bits",
+            )
+        if kv_dtype is None and all(self.stored.format_of(name) == format for name, format in self.formats.items()):
             what = "has these formats already" if self.formats else "has no weights that it quantizes"
             raise UsageError(f"quantization = {scheme!r} changes nothing: {origin.name} {what}.")
-        self._deepseek_form = set(self.formats.values()) == {"fp8_block"}
+        self._deepseek_form = set(self.formats.values()) == {"fp8_block"} and kv_dtype is None
         self.quants = self._found.activation_quants
 
     @cached_property
     def names(self) -> list[str]:
         """Tensors that the copy has: without scales, and without parts of projections that are stored as one."""
-        every = set(self.source.names())
+        every = set(self.source.names()) - self._old_scales
         modules = {name.removesuffix(WEIGHT) for name in every if self.stored.format_of(name) != PLAIN}
         spelling = SPELLINGS.get(self.origin.config.architecture)
         return [
@@ -220,6 +204,11 @@ class QuantizedCopy:
             if not (name.rpartition(".")[0] in modules and not name.endswith((WEIGHT, ".bias")))
             and not (spelling is not None and spelling.is_fused and is_stored_within(name, every))
         ]
+
+    @cached_property
+    def kv_layers(self) -> list[str]:
+        """Layers that get static scales of the cache."""
+        return [] if self.kv_dtype is None else list_layers(self.origin.config, self.stored, self.origin.plugins)
 
     def _choose(self, name: str) -> None:
         """Set the format of a weight, if it has one that can be stored."""
@@ -256,7 +245,7 @@ class QuantizedCopy:
             else:
                 nbytes = count_bytes(shape, self._dtype_of(name))
                 found.append(PlannedTensor(name, find_published_shape(name, shape), nbytes))
-        return found
+        return [*found, *plan_scales(self.kv_layers)]
 
     @property
     def max_bytes(self) -> int:
@@ -266,7 +255,7 @@ class QuantizedCopy:
     def tensors(self, progress: Progress | None) -> Iterator[tuple[str, torch.Tensor]]:
         """Read, quantize and give every tensor, by name."""
         if self.calibrated is not None:
-            written = {part for name in self.names for part in (name, *list_parts(name))}
+            written = {part for name in self.names for part in (name, *list_parts(name))} | set(self._list_scales())
             if lost := sorted(set(self.calibrated.names()) - written):
                 raise UnsupportedModelError(
                     f"{len(lost)} calibrated tensors have no place in the copy, first {lost[0]}.",
@@ -280,6 +269,14 @@ class QuantizedCopy:
                 yield name, self._read_plain(name)
             if progress is not None:
                 progress(count, len(self.names))
+        for name in self._list_scales():
+            scale = self.calibrated.plain(name) if self.calibrated is not None else None
+            assert scale is not None, name
+            yield name, scale
+
+    def _list_scales(self) -> list[str]:
+        """Names of the static scales of the cache."""
+        return [name for layer in self.kv_layers for name in names_of(layer)]
 
     def _read(self, name: str) -> QTensor:
         """A weight in its format."""
@@ -348,6 +345,8 @@ class QuantizedCopy:
         plain = [module for module in plain if not module.endswith("embed_tokens")]
         modules = {name.removesuffix(WEIGHT): format for name, format in self.formats.items()}
         stated = describe(modules, self.quants, deepseek=self._deepseek_form, plain=plain)
+        if self.kv_dtype is not None:
+            stated = {**(stated if modules else describe_alone()), "kv_cache_scheme": describe_scheme(self.kv_dtype)}
         return {**entries, **self.origin.changes, "quantization_config": stated}
 
     def check(self) -> None:
@@ -365,29 +364,22 @@ class QuantizedCopy:
             if wrong:
                 raise CheckpointError(f"{len(wrong)} weights would have another format, first {wrong[0]}.")
             check([w for _, w in model.weights() if w.parts], found.view(source))
+            scales = find_kv_scales(config["quantization_config"], set(source.names()))
+            if self.kv_dtype is not None and (scales is None or not scales.serves(self.kv_dtype)):
+                raise CheckpointError(f"{self.origin.name} has no layers with a KV cache.")
         except InferplaneError as error:
+            form = self.scheme or f"KV cache in {self.kv_dtype}"
             raise UnsupportedModelError(
-                f"A copy of {self.origin.name} in {self.scheme!r} could not be read back: {error.what}",
+                f"A copy of {self.origin.name} in {form!r} could not be read back: {error.what}",
                 remedy=f"load it with quantization={self.scheme!r}, which quantizes while it reads",
             ) from error
-
-    def carry_files(self, folder: Path) -> None:
-        """Copy tokenizer, templates, generation config and licences."""
-        origin = self.origin.folder
-        if origin is None:
-            return
-        for path in sorted(path for pattern in CARRIED for path in origin.glob(pattern)):
-            if path.is_file() and path.name not in REPLACED and ".safetensors" not in path.name:
-                target = folder / path.relative_to(origin)
-                target.parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, target)
 
     def describe(self, name: str, version: str) -> str:
         """The model card, for a folder of this name."""
         calibrated = self.calibrated
         facts = CardFacts(
             self.origin.name,
-            self.scheme,
+            self.scheme or "",
             {weight: self.source.shape(weight) or () for weight in self.formats},
             self.formats,
             self.fallbacks,
@@ -396,5 +388,6 @@ class QuantizedCopy:
             any(FORMS[f] == "pack-quantized" and f in self.quants for f in set(self.formats.values())),
             UNCALIBRATED if calibrated is None else calibrated.how,
             () if calibrated is None else calibrated.paragraphs,
+            self.kv_dtype or "",
         )
         return write_card(facts, name, version)

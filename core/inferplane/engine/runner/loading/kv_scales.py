@@ -9,8 +9,8 @@ from typing import Any
 from inferplane.binding import Plan
 from inferplane.engine.runner.loading.device_model import DeviceModel
 from inferplane.errors import UsageError, warn
-from inferplane.models.reading.kv_scales import LAYER, lacks_scales, read_kv_scales, values_of_export
-from inferplane.ops import CausalLM, Op
+from inferplane.models.reading.kv_scales import find_layer, lacks_scales, read_kv_scales, values_of_export
+from inferplane.ops import CausalLM
 from inferplane.types import KVCache, LayerKV
 
 Values = dict[str, tuple[float, ...]]
@@ -54,15 +54,6 @@ def _read(model: DeviceModel) -> Values:
     heads = config.size("num_key_value_heads", config.size("num_attention_heads"))
     with contextlib.closing(model.files.source()) as source:
         return read_kv_scales(source, found, heads)
-
-
-def find_layer(layer: Op) -> str:
-    """The name of a layer in its checkpoint, such as "model.layers.0"; "" for one without a number."""
-    for _, weight in layer.weights():
-        for part in weight.parts:
-            if found := LAYER.match(part):
-                return found[1]
-    return ""
 
 
 def give_scales(cache: KVCache, model: CausalLM, plan: Plan, values: Values) -> KVCache:

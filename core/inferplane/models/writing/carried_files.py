@@ -1,0 +1,22 @@
+"""Files that lie beside a model's weights and that its copies take over."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from inferplane.models.reading.quant_files import FILES
+
+CARRIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*", "NOTICE*", "additional_chat_templates/*")
+"""Tokenizer, templates, generation config, licences."""
+REPLACED = ("config.json", "params.json", *FILES)
+"""Files that say how the source was quantized, or what its config is."""
+
+
+def carry_files(origin: Path | None, folder: Path) -> None:
+    """Copy tokenizer, templates, generation config and licences; of no origin nothing."""
+    for path in sorted(path for pattern in CARRIED for path in origin.glob(pattern)) if origin is not None else ():
+        if path.is_file() and path.name not in REPLACED and ".safetensors" not in path.name:
+            target = folder / path.relative_to(origin)  # type: ignore[arg-type]  # there is one
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
