@@ -139,7 +139,7 @@ class GcuBackend(CapturingAccelerator):
 
     def kv_layouts(self, request: KVRequest, dtype: torch.dtype) -> Sequence[KVLayout]:
         """See `inferplane_gcu.kvcache`."""
-        return layouts()
+        return layouts(request)
 
     def comm(self) -> str:
         """ECCL."""

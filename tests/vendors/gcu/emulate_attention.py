@@ -70,6 +70,77 @@ def flash_attn_varlen_func(
     return result.clone() if out is not None else result
 
 
+PAGED_HEADS = (32, 64, 80, 96, 112, 120, 128, 192, 256)
+"""attention/ops/paged_attn.py, get_supported_head_sizes."""
+PARTITION, LONGEST = 512, 8192
+
+
+def _attend_paged(
+    out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len,
+    alibi_slopes, kv_cache_dtype, k_scale, v_scale, blocksparse_vert_stride, k_zero, v_zero, out_scales,
+) -> None:  # fmt: skip
+    """One query token a sequence, over K in pieces of 16 bytes and V turned, in int8."""
+    chip.absent("alibi_slopes", alibi_slopes)
+    chip.absent("out_scales", out_scales)
+    require(blocksparse_vert_stride <= 0, "block sparse attention is not supported for gcu")
+    require(kv_cache_dtype == "int8", f"kv_cache_dtype {kv_cache_dtype!r} is not emulated")
+    chip.half(out=out, query=query)
+    chip.dtype(torch.int8, key_cache=key_cache, value_cache=value_cache)
+    chip.dtype(chip.INT32, block_tables=block_tables, seq_lens=seq_lens)
+    chip.contiguous(out=out, query=query, key_cache=key_cache, value_cache=value_cache, block_tables=block_tables)
+    rows, heads, dim = query.shape
+    require(dim in PAGED_HEADS, f"heads have {PAGED_HEADS} entries, got {dim}")
+    require(block_size == chip.BLOCK and heads % num_kv_heads == 0, f"blocks of 64, {heads} heads on {num_kv_heads}")
+    chip.shape("out", out, rows, heads, dim)
+    chip.shape("key_cache", key_cache, None, num_kv_heads, dim // 16, chip.BLOCK, 16)
+    chip.shape("value_cache", value_cache, key_cache.shape[0], num_kv_heads, dim, chip.BLOCK)
+    chip.shape("seq_lens", seq_lens, rows)
+    chip.shape("block_tables", block_tables, rows, None)
+    lens = seq_lens.tolist()
+    require(min(lens) >= 0 and max(lens) <= max_seq_len, f"max_seq_len is at least {max(lens)}, got {max_seq_len}")
+    keys = (key_cache.float() - k_zero).mul(k_scale).permute(0, 3, 1, 2, 4).flatten(3)
+    values = (value_cache.float() - v_zero).mul(v_scale).permute(0, 3, 1, 2)
+    for i, n in enumerate(lens):
+        k, v = (read_paged(t, block_tables[i], 0, n) for t in (keys, values))
+        hidden = hidden_keys(1, 0, n, -1)
+        out[i] = softmax_v(query[i : i + 1], k, v, hidden, scale)[0].to(out.dtype) if n else 0.0
+
+
+@emulates("_C::paged_attention_v1")
+def paged_attention_v1(
+    out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len,
+    alibi_slopes, kv_cache_dtype, k_scale, v_scale, tp_rank, blocksparse_local_blocks, blocksparse_vert_stride,
+    blocksparse_block_size, blocksparse_head_sliding_step, k_zero, v_zero, out_scales, query_scales,
+):  # fmt: skip
+    """A sequence in one piece: short ones, as vllm-gcu chooses it."""
+    chip.absent("query_scales", query_scales)
+    require(max_seq_len <= LONGEST, f"at most {LONGEST} tokens, got {max_seq_len}")
+    _attend_paged(
+        out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len,
+        alibi_slopes, kv_cache_dtype, k_scale, v_scale, blocksparse_vert_stride, k_zero, v_zero, out_scales,
+    )  # fmt: skip
+
+
+@emulates("_C::paged_attention_v2")
+def paged_attention_v2(
+    out, exp_sums, max_logits, tmp_out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens,
+    block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale, tp_rank, blocksparse_local_blocks,
+    blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step, k_zero, v_zero, out_scales,
+):  # fmt: skip
+    """The same in partitions of 512 tokens, whose results lie in tmp_out."""
+    rows, heads, dim = query.shape
+    parts = -(-max_seq_len // PARTITION)
+    for name, t in (("exp_sums", exp_sums), ("max_logits", max_logits)):
+        chip.shape(name, t, rows, heads, parts)
+        chip.dtype(torch.float32, **{name: t})
+    chip.shape("tmp_out", tmp_out, rows, heads, parts, dim)
+    chip.half(tmp_out=tmp_out, query=query)
+    _attend_paged(
+        out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len,
+        alibi_slopes, kv_cache_dtype, k_scale, v_scale, blocksparse_vert_stride, k_zero, v_zero, out_scales,
+    )  # fmt: skip
+
+
 @emulates("_flashmla_C::fwd_kvcache_mla")
 def fwd_kvcache_mla(
     q, kcache, head_size_v, seqlens_k, block_table, softmax_scale, is_causal, tile_scheduler_metadata, num_splits,

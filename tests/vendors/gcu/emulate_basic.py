@@ -20,9 +20,12 @@ from tests.vendors.semantics import (
     silu_mul,
     write_blocks,
     write_latents,
+    written_slots,
 )
 
 IMPLEMENTATIONS = emulates = Implementations()
+PIECE = 16
+"""Bytes of K that lie together."""
 
 
 @emulates("_C::rms_norm")
@@ -158,6 +161,30 @@ def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, kv
     for name, cache, rows in (("key_cache", key_cache, key), ("value_cache", value_cache, value)):
         chip.shape(name, cache, None, chip.BLOCK, *rows.shape[1:])
     write_blocks(key, value, key_cache, value_cache, slot_mapping)
+
+
+def in_int8(rows: torch.Tensor, scale: float, zero: float) -> torch.Tensor:
+    """Entries as `rows / scale + zero`, rounded and limited; how the vendor rounds is not published."""
+    return (rows.float() / scale + zero).round().clamp(-128, 127).to(torch.int8)
+
+
+@emulates("_C_cache_ops::reshape_and_cache")
+def reshape_and_cache(
+    key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, k_zero, v_zero
+):
+    """K `[blocks, heads, D / 16, 64, 16]` and V `[blocks, heads, D, 64]` in int8, as paged attention reads them."""
+    require(kv_cache_dtype == "int8", f"kv_cache_dtype {kv_cache_dtype!r} is not emulated")
+    require(k_scale > 0 and v_scale > 0, f"scales are positive, got {k_scale} and {v_scale}")
+    chip.half(key=key, value=value)
+    chip.dtype(torch.int8, key_cache=key_cache, value_cache=value_cache)
+    chip.contiguous(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
+    rows, heads, dim = key.shape
+    chip.shape("key_cache", key_cache, None, heads, dim // PIECE, chip.BLOCK, PIECE)
+    chip.shape("value_cache", value_cache, key_cache.shape[0], heads, value.shape[2], chip.BLOCK)
+    real, places = written_slots(slot_mapping, rows, key_cache.shape[0] * chip.BLOCK)
+    block, offset = places // chip.BLOCK, places % chip.BLOCK
+    key_cache[block, :, :, offset] = in_int8(key[real], k_scale, k_zero).unflatten(-1, (-1, PIECE))
+    value_cache[block, :, :, offset] = in_int8(value[real], v_scale, v_zero)
 
 
 @emulates("_C_cache_ops::concat_and_cache_mla")

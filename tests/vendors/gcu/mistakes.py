@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from inferplane.kernels.fused import vllm_kernels
-from inferplane_gcu.kernels import int4, mla, moe, products
+from inferplane_gcu.kernels import attention_int8, int4, mla, moe, products
 from tests.vendors.mistakes import Change, Mistake, at, swap, with_
 
 
@@ -27,6 +27,7 @@ def neighbours(data: torch.Tensor) -> torch.Tensor:
 
 
 INT4 = (int4, "vllm")
+INT8_WRITE, INT8_READ = (attention_int8, "cache_ops"), (attention_int8, "vllm")
 ROWS, WRITE = (vllm_kernels, "vllm"), (vllm_kernels, "cache_ops")
 MISTAKES = [
     Mistake("K and V exchanged", WRITE, "reshape_and_cache_flash", swap(0, 1),
@@ -37,6 +38,17 @@ MISTAKES = [
             "vllm_gcu:kv_write", "decode", "kv_cache_dtype"),
     Mistake("blocks of heads first", WRITE, "reshape_and_cache_flash",
             at(2, lambda c: c.transpose(1, 2)), "vllm_gcu:kv_write", "decode", "must be contiguous"),
+    Mistake("the inverse of a scale", INT8_WRITE, "reshape_and_cache", at(7, lambda s: 1 / s),
+            "vllm_gcu:kv_write_int8", "decode", ""),
+    Mistake("a zero point of unsigned entries", INT8_READ, "paged_attention_v1", at(20, lambda zero: 128.0),
+            "vllm_gcu:attention_few_int8", "decode", ""),
+    Mistake("a cache in 16 bits named", INT8_READ, "paged_attention_v1", at(11, lambda name: "auto"),
+            "vllm_gcu:attention_few_int8", "decode", "kv_cache_dtype"),
+    Mistake("query heads for KV heads", INT8_READ, "paged_attention_v1", at(4, lambda heads: 2 * heads),
+            "vllm_gcu:attention_few_int8", "decode", ""),
+    Mistake("values as they are written", INT8_READ, "paged_attention_v1",
+            at(3, lambda v: v.transpose(2, 3).contiguous()),
+            "vllm_gcu:attention_few_int8", "decode_d128_mqa", "value_cache has shape"),
     Mistake("norm and sum exchanged", ROWS, "fused_add_rms_norm", swap(0, 1),
             "vllm_gcu:add_rms_norm", "t3_d64", ""),
     Mistake("result behind the input", ROWS, "rms_norm", swap(0, 1), "vllm_gcu:rms_norm", "t3_d64", ""),

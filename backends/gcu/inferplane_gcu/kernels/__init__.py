@@ -9,7 +9,7 @@ from inferplane.kernels.composed import composed_kernels
 from inferplane.kernels.fused.needs import HALF
 from inferplane.kernels.fused.vllm_kernels import vllm_kernels
 from inferplane.plugin import Kernel
-from inferplane_gcu.kernels import attention, int4, mla, moe, products
+from inferplane_gcu.kernels import attention, attention_int8, int4, mla, moe, products
 from inferplane_gcu.kernels.when import OPERATORS
 from inferplane_gcu.kvcache import PAGED
 
@@ -17,5 +17,5 @@ from inferplane_gcu.kvcache import PAGED
 def kernels() -> list[Kernel]:
     """Every kernel this backend declares. torch.ops looks the vendor's operators up when they are called."""
     shared = vllm_kernels("vllm_gcu", HALF, OPERATORS, PAGED, rope_requires_key=True)
-    own = (*products.KERNELS, *int4.KERNELS, *attention.KERNELS, *mla.KERNELS, *moe.KERNELS)
+    own = (*products.KERNELS, *int4.KERNELS, *attention.KERNELS, *attention_int8.KERNELS, *mla.KERNELS, *moe.KERNELS)
     return [*shared, *own, *composed_kernels()]
