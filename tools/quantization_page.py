@@ -39,12 +39,13 @@ in int8 and in fp8; c8 in a name decides the KV cache, so there is one letter.
 - **-**: refused. The device has no KV cache in that dtype.
 
 Below each table stands why, for every letter but n: the operator that the vendor does not have, or that is not
-bound.
+bound; and where a cache has [static scales](quantization.md#static-scales-of-the-kv-cache).
 
 """
 
 NO_KERNEL = "the backend declares no kernel for it"
 """Of devices without reasons, which are new."""
+_STATIC_FP8 = "one scale a layer, the checkpoint's or 1"
 _NO_FP8 = "the chip has no FP8 product"
 _DCU_INT4_EXPERTS = (
     "of lightop's moe_gemm_marlin_w4a16 the name alone is published; AITER's form of it (aiter-das, "
@@ -65,8 +66,13 @@ _NO_FP4 = "no product of 16 bits with weights in FP4 is bound"
 REASONS: Mapping[tuple[str, str, str], str] = {
     ("npu", "linear", "fp8"): "npu_quant_matmul takes FP8 on the 950 alone",
     ("npu", "moe_experts", "fp8"): "npu_grouped_matmul takes FP8 on the 950 alone",
-    ("npu", "mla", "int8"): "npu_fused_infer_attention_score_v2 reads int8 latents with one scale a layer, in NZ, "
-    "beside int8 queries (op-plugin at 517f2e7d); the cache here has a scale for 64 entries of each token",
+    (
+        "npu",
+        "mla",
+        "int8",
+    ): "the page of npu_fused_infer_attention_score_v2 (op-plugin at 083ab3d2) admits int8 latents "
+    "with one scale a layer beside int8 queries, and excludes int8 queries again, beside int8 keys for one query token "
+    "and over blocks for more; it gives no shapes of the three scales",
     (
         "npu",
         "cache",
@@ -96,9 +102,10 @@ REASONS: Mapping[tuple[str, str, str], str] = {
     "get_fp8_dtype_for_flashattn); latents in FP8 are bound",
     ("gcu", "linear", "fp8"): _NO_FP8 + " before generation 4",
     ("gcu", "moe_experts", "fp8"): _NO_FP8 + " before generation 4",
-    ("gcu", "attention", "int8"): "reshape_and_cache and paged_attention_v1 take int8 with one scale and zero point a "
-    "layer, numbers of the host (vllm-gcu at 7b5aaca9); the cache here has a scale a token and head, and no calibrated "
-    "ones are read",
+    ("gcu", "static", "int8"): "this is for a checkpoint with static scales, which reshape_and_cache and "
+    "paged_attention_v1 take as numbers of the host (vllm-gcu at 7b5aaca9); without them it is t, by a scale a token",
+    ("xpu:intel", "static", "fp8"): _STATIC_FP8,
+    ("dcu", "static", "fp8"): _STATIC_FP8,
     ("gcu", "mla", "int8"): "fwd_kvcache_mla's published schema names scales of FP8 alone",
     ("gcu", "cache", "fp8"): _NO_FP8 + " before generation 4",
     ("xpu:intel", "moe_experts", "int8"): "cutlass_grouped_gemm_interface takes 16 bits, FP8, int4 and MXFP4, no int8",
@@ -125,8 +132,8 @@ REASONS: Mapping[tuple[str, str, str], str] = {
         for form in ("mxfp4", "nvfp4")
     },
 }
-"""Device, op (or "cache" where the device has no such KV dtype) and form (or "activations A beside W")
--> why no kernel of the op reads the form, or quantizes activations so."""
+"""Device, op (or "cache" where the device has no such KV dtype, "static" where static scales are read) and form (or
+"activations A beside W") -> why no kernel of the op reads the form or quantizes activations so, or what it takes."""
 
 
 def page(host: PluginHost) -> str:
@@ -171,12 +178,13 @@ def judge(
         if "kv_cache_dtype" not in refused.what:
             raise
         return REFUSED, {(device, "cache", cache)}
+    static = {(device, "static", cache) for layout in plan.layouts.values() if layout.has_static_scales}
     expanded = {(device, op, _form(format)) for op, format in plan.dequantized}
     torch_ops = {(device, _attention(op.name), cache) for _, _, op, _ in plan.unread_caches()}
     if expanded or torch_ops:
-        return EXPANDED if expanded else ON_TORCH, expanded | torch_ops
+        return EXPANDED if expanded else ON_TORCH, expanded | torch_ops | static
     skipped = {key for _, _, op, choice in plan.distinct() if choice.activation_quant_skipped for key in _skipped(op)}
-    return (WEIGHTS_ONLY, {(device, *key) for key in skipped}) if skipped else (NATIVE, set())
+    return WEIGHTS_ONLY if skipped else NATIVE, static | {(device, *key) for key in skipped}
 
 
 def _skipped(op: Any) -> Iterator[tuple[str, str]]:
@@ -210,4 +218,5 @@ def _describe(op: str, form: str) -> str:
         return f"{op}, activations in {FORMS[left].removeprefix('weights in ')} beside {FORMS[right]}"
     if op in ("linear", "lm_head", "moe_experts"):
         return f"{op}, {FORMS[form]}"
-    return f"KV cache in {form}{' of latents' if op == 'mla' else ''}"
+    more = {"mla": " of latents", "static": ", static scales"}.get(op, "")
+    return f"KV cache in {form}{more}"
