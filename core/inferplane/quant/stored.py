@@ -131,8 +131,8 @@ def read_quant_config(
             widths_of=partial(gguf_blocks.find_widths, types),
         )
     check_instructions(str(method), settings)
-    if method == "compressed-tensors" and not settings.get("config_groups") and settings.get("kv_cache_scheme"):
-        return QuantFormats(unread=UNREAD)  # of the KV cache alone
+    if _leaves_weights(settings):
+        return QuantFormats(unread=UNREAD)
     if method == "mxfp4" and names is None:
         return QuantFormats(lambda name: "mxfp4" if ".experts." in name else PLAIN)
     if method == "mxfp4":
@@ -163,6 +163,15 @@ def read_quant_config(
 
     quants = {} if quant is None else {format: quant}
     return QuantFormats(by_config if names is None else by_scales, quants, unread=UNREAD, packed=packed)
+
+
+def _leaves_weights(settings: Mapping[str, Any]) -> bool:
+    """Whether settings are of the KV cache alone, or of nothing."""
+    if settings.get("config_groups"):
+        return False
+    if settings.get("quant_method") == "modelopt":  # which writes the entry into every folder
+        return "quant_algo" in settings and settings["quant_algo"] is None
+    return settings.get("quant_method") == "compressed-tensors" and bool(settings.get("kv_cache_scheme"))
 
 
 def _warn_of_skipped(found: QuantScheme) -> None:

@@ -228,7 +228,19 @@ def test_settings_in_any_file(file, entries, format, tmp_path):
         assert found.packed is not None and found.packed.method == "awq"
 
 
-@pytest.mark.parametrize("algo", ["NVFP4_AWQ", "W4A8_AWQ", "FP8_PB_WO", None])
+@pytest.mark.parametrize("cache", [{}, {"kv_cache_quant_algo": "FP8"}])
+def test_modelopt_without_an_algorithm_leaves_the_weights(cache, tmp_path):
+    """It writes null for a model whose cache alone was calibrated."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": None, **cache}}))
+    settings = Config.read(tmp_path)["quantization_config"]
+    found = read_quant_config(settings, {"model.layers.0.mlp.up_proj.weight", "model.layers.0.self_attn.k_scale"})
+    assert found.format_of("model.layers.0.mlp.up_proj.weight") == "plain"
+    scales = find_kv_scales(settings, {"model.layers.0.self_attn.k_scale", "model.layers.0.self_attn.v_scale"})
+    assert scales is not None and scales.dtype == "fp8" and len(scales.tensors) == 1
+
+
+@pytest.mark.parametrize("algo", ["NVFP4_AWQ", "W4A8_AWQ", "FP8_PB_WO", ""])
 def test_methods_that_are_not_read_are_named(algo, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": algo}}))
