@@ -40,7 +40,7 @@ class StaticDtype(NamedTuple):
 STATIC_DTYPES = {
     # Half a step of E4M3's three bits behind the point, relative to the entry; those below 2^-6 have larger errors.
     "fp8": StaticDtype(torch.float8_e4m3fn, 448.0, 1.0, 1 / 16),
-    "int8": StaticDtype(torch.int8, 127.0, 1 / 16, 1 / 16),
+    "int8": StaticDtype(torch.int8, 127.0, 1 / 8, 1 / 16),
 }
 """KV dtypes with static scales, by name."""
 STATIC_SUFFIX = "_static"
@@ -52,8 +52,7 @@ class StaticKV(BlockedKV):
     `[blocks, tokens, D]`. An entry is rounded after the division by its scale, and saturates. Slot -1 writes to a slot
     behind the blocks, which nothing reads.
 
-    Attributes: `scales`, float32 `[1]` on the device for each of `KVRequest.entry_shapes`; `scale_values`, the same
-    numbers on the host.
+    Attributes: `scale_values`, one for each of `KVRequest.entry_shapes`.
 
     Args:
         request: what the layer stores per token.
@@ -80,23 +79,22 @@ class StaticKV(BlockedKV):
         self.request, self.blocks, self.block_tokens, self.layout = request, blocks, block_tokens, layout
         self.dtype, self.spec = dtype, STATIC_DTYPES[kv_dtype]
         self.entries = [zeros(shape, self.spec.dtype, device) for shape in self.list_shapes()]
-        self._set_scales([self.spec.unset] * len(request.entry_shapes), device)
+        self.scale_values: tuple[float, ...] = (self.spec.unset,) * len(request.entry_shapes)
 
     def list_shapes(self) -> list[tuple[int, ...]]:
         """Shapes of the tensors of entries, by slot, with the slot behind the blocks."""
         return [(self.blocks * self.block_tokens + 1, *shape) for shape in self.request.entry_shapes]
 
-    def _set_scales(self, scales: Sequence[float], device: torch.device) -> None:
-        self.scale_values = tuple(scales)
-        self.scales = tuple(torch.full((1,), scale, dtype=torch.float32, device=device) for scale in scales)
+    @property
+    def scales(self) -> tuple[torch.Tensor, ...]:
+        """The scales as float32 `[1]` on the device, for each of `KVRequest.entry_shapes`; made at the first call."""
+        return self.once("inferplane.static_scales", _make_scales, self.scale_values, self.entries[0].device)
 
     def with_scales(self, scales: Sequence[float]) -> Self:
         """See `LayerKV.with_scales`."""
         if len(scales) != len(self.request.entry_shapes):
             raise UsageError(f"{len(scales)} scales for {len(self.request.entry_shapes)} tensors of entries.")
-        copied = self.copy_with(shares=self.shares or self)
-        copied._set_scales(scales, self.entries[0].device)
-        return copied
+        return self.copy_with(shares=self.shares or self, scale_values=tuple(scales))
 
     def view_blocks(self) -> tuple[torch.Tensor, ...]:
         """Views `[blocks, block_tokens, ...]` of the entries, without the slot behind them."""
@@ -109,11 +107,11 @@ class StaticKV(BlockedKV):
     def quantize(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Rows of entries in the stored dtype, by the scales."""
         limit, dtype = self.spec.limit, self.spec.dtype
-        return tuple(round_entries(v.float() / s, dtype, limit) for v, s in zip(values, self.scales, strict=True))
+        return tuple(round_entries(v.float() / s, dtype, limit) for v, s in zip(values, self.scale_values, strict=True))
 
     def dequantize(self, *entries: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Rows of stored entries in the plan's dtype."""
-        return tuple((e.float() * s).to(self.dtype) for e, s in zip(entries, self.scales, strict=True))
+        return tuple((e.float() * s).to(self.dtype) for e, s in zip(entries, self.scale_values, strict=True))
 
     def write(self, slots: torch.Tensor, *values: torch.Tensor) -> None:
         """See `LayerKV.write`."""
@@ -124,6 +122,10 @@ class StaticKV(BlockedKV):
         """See `LayerKV.read`."""
         blocks = table[: -(-tokens // self.block_tokens)].long()
         return self.dequantize(*(t[blocks].flatten(0, 1)[:tokens] for t in self.view_blocks()))
+
+
+def _make_scales(values: tuple[float, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.full((1,), value, dtype=torch.float32, device=device) for value in values)
 
 
 def static_name(block_tokens: int, kv_dtype: str) -> str:

@@ -46,7 +46,7 @@ def test_scales_of_two_layers_in_one_memory_are_apart():
     other.write(torch.tensor([4]), rows, rows)
     assert one.read(BLOCKS, 5)[0][[0, 4], 0, 0].tolist() == pytest.approx([1.0, 0.1])
     assert other.read(BLOCKS, 5)[0][[0, 4], 0, 0].tolist() == [10.0, 1.0]
-    assert kv.scale_values == (1 / 16, 1 / 16)
+    assert kv.scale_values == (1 / 8, 1 / 8)
     assert KVCache((one, other), 2, 4).storages() == [kv]
 
 

@@ -16,11 +16,14 @@ from inferplane.types.batch import Query, make_batch
 from inferplane_dcu.chips import features_of
 from inferplane_dcu.kernels import kernels, mla_fp8
 from inferplane_dcu.kvcache import LATENTS_FP8, layouts
-from tests.vendors.dcu import chip
+from tests.vendors.configs import FAMILIES
+from tests.vendors.dcu import chip, emulated
 from tests.vendors.engine import serve
 from tests.vendors.profile import DRAFTS
+from tests.vendors.static_scales import check_fp8
 
 pytestmark = chip.whole
+assert emulated.EMULATOR, "its operators are there, whichever test is the first"
 BF16 = torch.bfloat16
 LARGEST = 448.0
 REQUEST = KVRequest("mla", 1, 576, rope=64)
@@ -52,6 +55,10 @@ def test_entries_that_the_vendors_write_would_make_no_numbers_are_clamped(scale)
     (a,), (b,) = one.list_tensors(), other.list_tensors()
     assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     assert torch.isfinite(b.float()).all() and float(b.float().abs().max()) == LARGEST
+
+
+def test_a_checkpoints_scales_are_taken(tmp_path):
+    check_fp8(tmp_path, "dcu", FAMILIES["deepseek_v3"], LATENTS_FP8, (0.05,))
 
 
 def test_refused_on_gfx938():

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from inferplane import LLM, SamplingParams
 from inferplane.binding.layout_canary import check_layout
@@ -19,10 +17,14 @@ from inferplane.plugin import KVRequest
 from inferplane.types.batch import Query, make_batch
 from inferplane_gcu.kernels import attention_int8
 from inferplane_gcu.kvcache import PAGED_HEADS, STATIC_INT8, layouts
+from tests.vendors.checkpoints import write_checkpoint
+from tests.vendors.configs import FAMILIES
 from tests.vendors.engine import serve
+from tests.vendors.gcu import emulated
 from tests.vendors.profile import DRAFTS, in_vendor_dtypes
 
 pytestmark = in_vendor_dtypes
+assert emulated.EMULATOR, "its operators are there, whichever test is the first"
 DTYPE, DEVICE = torch.bfloat16, torch.device("cpu")
 REQUEST = KVRequest("gqa", 2, 64, 64)
 NAMES = {"vllm_gcu:kv_write_int8", "vllm_gcu:attention_few_int8", "flash_attn:attention_many_int8"}
@@ -48,41 +50,6 @@ def test_serves(family, speculative):
     assert {s["chosen"]["kernel"] for s in plan["sites"] if s["op"] in ("attention", "kv_write")} == NAMES
 
 
-@pytest.fixture
-def model(tmp_path):
-    """A small random Llama; transformers would look for flash attention, which is emulated here."""
-    draw, width, mlp = torch.Generator().manual_seed(0), 64, 96
-    shapes = {"model.embed_tokens.weight": (160, width), "lm_head.weight": (160, width), "model.norm.weight": (width,)}
-    for layer in (f"model.layers.{i}." for i in (0, 1)):
-        shapes |= {f"{layer}{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
-        shapes |= {
-            f"{layer}self_attn.{x}_proj.weight": (n, width) for x, n in (("q", 64), ("k", 32), ("v", 32), ("o", 64))
-        }
-        shapes |= {f"{layer}mlp.{x}_proj.weight": (mlp, width) for x in ("gate", "up")}
-        shapes[f"{layer}mlp.down_proj.weight"] = (width, mlp)
-    tensors = {n: torch.ones(s) if len(s) == 1 else torch.randn(s, generator=draw) / 8 for n, s in shapes.items()}
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 160, "hidden_size": width,
-        "intermediate_size": mlp, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "head_dim": 32, "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-    }  # fmt: skip
-    save_file({name: t.bfloat16() for name, t in tensors.items()}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path
-
-
-def add_scales(folder, kind="int"):
-    tensors = load_file(folder / "model.safetensors")
-    for layer in (0, 1):
-        for part, scale in zip("kv", SCALES):
-            tensors[f"model.layers.{layer}.self_attn.{part}_scale"] = torch.tensor([scale * (1 + layer)])
-    save_file(tensors, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    scheme = {"num_bits": 8, "type": kind, "strategy": "tensor", "symmetric": True, "dynamic": False}
-    stated = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": stated}))
-
-
 def run(folder, device, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", InferplaneWarning)
@@ -93,16 +60,14 @@ def run(folder, device, **options):
             return layout, scales, llm.logits(list(range(3, 83)))[0].float(), found[0].token_ids
 
 
-def test_a_checkpoint_decides(model):
+def test_a_checkpoint_decides(tmp_path):
     """Without scales a scale a token serves, and torch; with them the vendor's operators, as the cpu computes it."""
-    assert run(model, "gcu", kv_cache_dtype="int8")[0] == {"paged_64_int8"}
-    add_scales(model, "float")
-    assert run(model, "gcu", kv_cache_dtype="int8")[0] == {"paged_64_int8"}
-    add_scales(model)
-    layout, scales, logits, tokens = run(model, "gcu", kv_cache_dtype="int8")
+    plain, fp8, int8 = (write_checkpoint(tmp_path / d, FAMILIES["llama"], d, SCALES) for d in ("", "fp8", "int8"))
+    assert run(plain, "gcu", kv_cache_dtype="int8")[0] == run(fp8, "gcu", kv_cache_dtype="int8")[0] == {"paged_64_int8"}
+    layout, scales, logits, tokens = run(int8, "gcu", kv_cache_dtype="int8")
     assert layout == {STATIC_INT8} and len(tokens) == 8
     assert scales == [pytest.approx([s * n for s in SCALES]) for n in (1, 2)]
-    _, same, by_torch, _ = run(model, "cpu", kv_cache_dtype="int8_static")
+    _, same, by_torch, _ = run(int8, "cpu", kv_cache_dtype="int8_static")
     assert same == scales
     assert (logits - by_torch).norm() < 0.05 * by_torch.norm()
 

@@ -14,10 +14,14 @@ from inferplane.plugin import KVRequest, StaticKV
 from inferplane.types.batch import Query, make_batch
 from inferplane_xpu.intel.kernels import fp8_cache
 from inferplane_xpu.intel.kvcache import BLOCK_TOKENS, PAGED_FP8, layouts
+from tests.vendors.configs import FAMILIES
 from tests.vendors.engine import serve
+from tests.vendors.intel import emulated
 from tests.vendors.profile import DRAFTS, in_vendor_dtypes
+from tests.vendors.static_scales import check_fp8
 
 pytestmark = in_vendor_dtypes
+assert emulated.EMULATOR, "its operators are there, whichever test is the first"
 DTYPE = torch.bfloat16
 FP8, LARGEST = torch.float8_e4m3fn, 448.0
 SCALES = (1.0, 1.0), (0.37, 2.5)
@@ -67,6 +71,10 @@ def test_kernels_store_what_the_layout_stores(request_, scales):
         fp8_cache.kv_write_fp8(SimpleNamespace(), *rows, batch, other)
     for a, b in zip(one.list_tensors(), other.list_tensors(), strict=True):
         assert a.dtype is FP8 and torch.equal(a.view(torch.uint8), b.view(torch.uint8)) and a.float().abs().sum() > 0
+
+
+def test_a_checkpoints_scales_are_taken(tmp_path):
+    check_fp8(tmp_path, "xpu:intel", FAMILIES["llama"], PAGED_FP8, (0.05, 0.03))
 
 
 def test_head_sizes_that_the_vendor_does_not_read_are_in_cores_fp8():
