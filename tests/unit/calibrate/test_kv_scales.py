@@ -189,3 +189,30 @@ def test_refusals(words, said, tmp_path, capsys, monkeypatch):
 def test_without_texts_there_are_no_scales(llama, tmp_path):
     with pytest.raises(UsageError, match=r"Static scales of a KV cache in 'int8'.*--data"):
         quantize_checkpoint(origin_of(llama), None, tmp_path / "copy", "test", kv_dtype="int8")
+
+
+def test_eval_and_explain_of_a_copy(tmp_path, capsys, monkeypatch):
+    """The verbs, from texts to a comparison of caches; latents, for a device that is not here too."""
+    monkeypatch.setattr(main, "prepare", lambda environment: None)
+    (tmp_path / "text.txt").write_text("def add(a, b):\n    return a + b\n\nfor i in range(10):\n    print(i)\n" * 40)
+    texts = ["--data", str(tmp_path / "text.txt"), "--windows", "3", "--window-tokens", "48"]
+    copy = str(tmp_path / "copy")
+    words = ["quantize", "demo", "--quantization", "a8w8", "--method", "nearest", "--kv-cache", "fp8", "--out", copy]
+    assert main.main([*words, "--json", *texts]) == 0
+    assert json.loads(capsys.readouterr().out)["kv_cache"] == "fp8"
+    divergence = {}
+    for cache in ("auto", "fp8", "fp8_static"):
+        options = ["--device", "cpu", "--kv-cache-dtype", cache, "--against", copy, "--json"]
+        assert main.main(["eval", copy, *options, *texts]) == 0
+        divergence[cache] = json.loads(capsys.readouterr().out)["divergence"]["value"]
+    assert divergence["auto"] == 0 < divergence["fp8"] < 0.1 and 0 < divergence["fp8_static"] < 0.1
+    said = {
+        ("cpu", "auto"): "are not used: entries are in bfloat16; kv_cache_dtype=fp8",
+        ("cpu", "fp8"): "are not used: the layout's own are computed for each token and head",
+        ("cpu", "fp8_static"): "KV cache: static scales of the checkpoint (fp8), one a layer",
+        ("xpu:intel", "fp8"): "KV cache: static scales of the checkpoint (fp8), one a layer",
+        ("dcu", "fp8"): "KV cache: static scales of the checkpoint (fp8), one a layer",
+    }
+    for (device, cache), words_said in said.items():
+        assert main.main(["explain", copy, "--device", device, "--kv-cache-dtype", cache]) == 0
+        assert words_said in capsys.readouterr().out.replace("\n", " "), (device, cache)
