@@ -92,9 +92,13 @@ def _invert(total: torch.Tensor, power: torch.Tensor) -> tuple[torch.Tensor | No
         damped = total.double()
         damped.diagonal().add_(damping * mean)
         lower, failed = torch.linalg.cholesky_ex(damped)
+        del damped  # of 8192 columns each matrix takes 0.5 GB
         if failed:
             continue
-        upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        inverse = torch.cholesky_inverse(lower)
+        del lower
+        upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+        del inverse
         if not failed and upper.isfinite().all():
             return upper.float(), damping
     return None, None
