@@ -99,6 +99,13 @@ ROWS = {
     "a8w8+pss+quantease": Row("a8w8", "pss,quantease"),
     "a8w8+rotate": Row("a8w8", "rotate,nearest"),
     "a8w8_fp8": Row("a8w8_fp8"),
+    "a8w4": Row("a8w4"),
+    "a8w4+gptq": Row("a8w4", "gptq"),
+    **{
+        f"{scheme}{'+' * bool(methods)}{methods.replace(',', '+')}": Row(scheme, methods)
+        for scheme in ("a4w4", "a4w4_mxfp4")
+        for methods in ("", "gptq", "rotate,nearest", "rotate,gptq")
+    },
     "KV int8": Row(cache="int8"),
     "KV fp8": Row(cache="fp8"),
     "KV int4": Row(cache="int4"),

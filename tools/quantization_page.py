@@ -121,7 +121,7 @@ REASONS: Mapping[tuple[str, str, str], str] = {
     ("xpu:kunlun", "attention", "int8"): _KUNLUN_CACHE,
     ("xpu:kunlun", "mla", "int8"): _KUNLUN_CACHE,
     ("xpu:kunlun", "cache", "fp8"): _NO_FP8,
-    ("xpu:intel", "linear", "mxfp4"): "fp4_gemm multiplies MXFP4 by MXFP4 alone",
+    ("xpu:intel", "linear", "mxfp4"): "fp4_gemm multiplies MXFP4 by MXFP4 alone (`a4w4_mxfp4`), and is not bound",
     ("xpu:intel", "linear", "nvfp4"): _NO_FP4,
     ("xpu:intel", "moe_experts", "mxfp4"): "cutlass_grouped_gemm_interface's MXFP4 form is not bound",
     ("xpu:intel", "moe_experts", "nvfp4"): _NO_FP4,

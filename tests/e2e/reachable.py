@@ -14,7 +14,7 @@ from inferplane.errors import InferplaneError
 from inferplane.models import Build, Config, build
 from inferplane.ops import FORMATS, CausalLM, Op
 from inferplane.quant.online import find_role
-from inferplane.quant.schemes import FP8_BLOCKS, FP8_ROWS, FP8_STATIC
+from inferplane.quant.schemes import FP8_BLOCKS, FP8_ROWS, FP8_STATIC, INT4_TOKENS, INT8_TOKENS, MXFP4_GROUPS
 from inferplane.types import (
     PLAIN,
     ActivationQuant,
@@ -33,8 +33,10 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 REQUESTS: dict[str, tuple[ActivationQuant, ...]] = {
     "fp8_block": (FP8_BLOCKS,),
     "fp8_row": (FP8_ROWS, FP8_STATIC),
-    "int8_row": (ActivationQuant("int8"),),
-    "int4_group64": (FP8_BLOCKS,),
+    "int8_row": (INT8_TOKENS,),
+    **{f: (INT8_TOKENS, INT4_TOKENS) for f in ("int4_group32", "int4_group", "int4_row")},
+    "int4_group64": (FP8_BLOCKS, INT8_TOKENS, INT4_TOKENS),
+    "mxfp4": (MXFP4_GROUPS,),
 }
 """Quantizations of activations that checkpoints and schemes request, by the weights' format."""
 QUANTIZED = ("llama", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma3", "qwen3_5", "mixtral")

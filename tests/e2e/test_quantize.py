@@ -38,6 +38,7 @@ from tests.unit.gguf.files import llama, write
 from tests.unit.quant.test_packed_checkpoints import two_folders
 
 SCHEMES = ("weight_only_int8", "weight_only_int4", "weight_only_mxfp4", "weight_only_nvfp4", "a8w8", "a8w8_fp8_wint4")
+SCHEMES += ("a8w4", "a4w4", "a4w4_mxfp4")
 
 
 def origin_of(model):

@@ -17,6 +17,7 @@
 
 #include "attention/prefill.h"
 #if defined(INFERPLANE_PREFILL)
+#include "model/prefill_layer_narrow.h"
 #include "model/prefill_layer_w8a8.h"
 
 #include "model/prefill_layer.h"
@@ -26,12 +27,16 @@
 
 namespace {
 
-// `ip_linear_prefill`: y = x w^T + bias for many rows. Returns 0 without INFERPLANE_PREFILL, unless w is W8A8, which
-// every instruction set multiplies.
+// `ip_linear_prefill`: y = x w^T + bias for many rows. Returns 0 without INFERPLANE_PREFILL, unless w is W8A8 or has
+// narrow inputs, which every instruction set multiplies.
 int linear_prefill_entry(const ip_matrix *w, const bf16 *x, int64_t ldx, int64_t m, void *y, int64_t ldy, int wide) {
   if (w->kind == IP_W8A8) {
     Int8Activations bytes = reserve_int8(workspace(kInt8Rows), m, *w);
     run_on_team(w->n * w->k / 8 * m, [&](Team &team) { w8a8_linear(team, *w, bytes, x, ldx, y, ldy, wide); });
+    return 1;
+  }
+  if (w->input != IP_INPUT_INT16) {
+    run_on_team(w->n * w->k / 4 * m, [&](Team &team) { linear(team, *w, x, ldx, m, y, ldy, wide); });
     return 1;
   }
 #if defined(INFERPLANE_PREFILL)
@@ -189,7 +194,8 @@ void route_experts_entry(const ip_experts *x, const float *logits, int64_t m, in
 }
 
 // `ip_decoder_layer`: plans one layer and runs it. For many tokens of a layer that is `rounded`, with grouped queries
-// and no experts, `prefill_layer` or, for W8A8, `prefill_layer_w8a8` computes it; else `decoder_layer`.
+// and no experts, `prefill_layer` or, for W8A8 and narrow inputs, `prefill_layer_w8a8` and `prefill_layer_narrow`
+// compute it; else `decoder_layer`.
 void decoder_layer_entry(const ip_layer *layer, const ip_step *step, const bf16 *x, const bf16 *residual, bf16 *out,
                          bf16 *out_residual) {
   PhaseTimer phases(true);
@@ -211,6 +217,18 @@ void decoder_layer_entry(const ip_layer *layer, const ip_step *step, const bf16 
       timer.end_phase(kBegin);
       prefill_layer_w8a8(team, *layer, *step, x, residual, out, out_residual, buffers, args, plan, prefill, bytes,
                          timer);
+    });
+    return;
+  }
+  if (on_tiles && layer->qkv.input != IP_INPUT_INT16) {
+    PrefillPlan prefill = plan_prefill(step->batch, layer->kv_heads, team_size(), workspace(kPrefillTasks));
+    ip_batch decode = step->batch;
+    decode.sequences = prefill.num_decode;
+    AttentionPlan plan = plan_attention(args, decode, team_size(), workspace(kAttentionTasks));
+    run_on_team(estimate_layer_work(*layer, m), [&](Team &team) {
+      PhaseTimer timer = team.id == 0 ? phases : PhaseTimer(false);
+      timer.end_phase(kBegin);
+      prefill_layer_narrow(team, *layer, *step, x, residual, out, out_residual, buffers, args, plan, prefill, timer);
     });
     return;
   }

@@ -23,6 +23,10 @@ enum ip_kind {
   IP_KINDS = 8,  // how many kinds there are
 };
 
+// What products round activations to, with a weight in panels of nibbles: 16 bits, which changes no result by more than
+// rounding it to bf16 does; int8 or int4 with one scale per row; e2m1 with a power of two per 32 columns (MXFP4).
+enum ip_input { IP_INPUT_INT16 = 0, IP_INPUT_INT8 = 1, IP_INPUT_INT4 = 2, IP_INPUT_MXFP4 = 3 };
+
 // Activation functions: x / (1 + exp(-x)), GELU by the error function and by tanh, max(x, 0)^2.
 enum ip_activation { IP_SILU = 0, IP_GELU = 1, IP_GELU_TANH = 2, IP_RELU2 = 3 };
 
@@ -49,6 +53,7 @@ typedef struct {
   const ip_bf16 *minimum_f16;
   const int8_t *minimum_code;
   const float *minimum_unit;
+  int32_t input;  // IP_INPUT_INT16 .., of IP_INT4 and IP_MXFP4 without minimums; IP_INPUT_MXFP4: groups of 32 columns
 } ip_matrix;
 
 // How entries of a cache lie: bf16; int8, or FP8 e4m3, with scales; 4 bits in groups with a scale and a minimum in

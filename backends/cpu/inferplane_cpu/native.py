@@ -52,6 +52,8 @@ FASTER_THAN_ONEDNN = ("avx2", "amx")
 """Instruction sets whose products with many rows are faster than oneDNN's, which has none in bf16 on AVX2."""
 KINDS = BF16, INT8, INT4, FP8, W8A8, BF16_REORDERABLE, MXFP4, INT6 = range(8)
 """Kinds of `Matrix`, as in csrc/inferplane_cpu.h."""
+INPUT_INT16, INPUT_INT8, INPUT_INT4, INPUT_MXFP4 = range(4)
+"""What products with a `Matrix` round activations to (`ip_input`)."""
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
 """Activation functions (`ip_activation`) by the names of op `activation_mul`."""
 

@@ -23,6 +23,7 @@ class Matrix(Structure):
         *_of(c_int64, "n", "k", "ld"),
         *_of(c_void_p, "data", "scale", "scale_f16", "bias", "scale_exponent", "scale_code", "scale_unit"),
         *_of(c_void_p, "minimum", "minimum_f16", "minimum_code", "minimum_unit"),
+        *_of(c_int32, "input"),
     ]
 
 

@@ -88,6 +88,7 @@ class ClampedExperts(Op, name="clamped_experts", hot=True, extension=True):
             Sample("wide_limit", replace(experts(), limit=7.0, alpha=1.1), inputs(5, 2)),
             Sample("mxfp4", experts("mxfp4", 64, 96), inputs(7, 2, 96)),
             Sample("int8_group", experts("int8_group"), inputs(5, 2)),
+            Sample("int4_group32", experts("int4_group32", 64), inputs(5, 2)),
             Sample("partial", replace(experts(), partial=True), inputs(9, 3, first=4)),
         ]
 

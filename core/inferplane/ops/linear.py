@@ -95,6 +95,18 @@ class Linear(Op, name="linear", hot=True):
             ),
             Sample("fp8_row_act", of(96, 256, "fp8_row", activation_quant=Quantize("fp8", 0)), rows(5, 256)),
             Sample("int8_act", of(96, 256, "int8_row", activation_quant=Quantize("int8", 0)), rows(5, 256)),
+            *(
+                Sample(f"{act}_act_{f}", of(96, 256, f, activation_quant=Quantize(act, 0)), rows(5, 256))
+                for act, f in (
+                    *(("int8", "int4_group"), ("int8", "int4_row")),
+                    *(("int4", "int4_group32"), ("int4", "int4_row")),
+                )
+            ),
+            Sample(
+                "mxfp4_act",
+                of(96, 256, "mxfp4", activation_quant=Quantize("mxfp4", 32), activation_group=32),
+                rows(5, 256),
+            ),
         ]
 
 

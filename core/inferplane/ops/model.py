@@ -108,6 +108,11 @@ class DecoderLayer(Op, name="decoder_layer"):
             ("gqa_mlp_mixed", "int8_group", "gqa_mlp_int8_mixed"),
             ("gqa_mlp_decode", "int8_row", "gqa_mlp_int8_row"),
             ("gqa_mlp_mixed", "int8_row", "gqa_mlp_int8_row_mixed"),
+            *(
+                (f"gqa_mlp_{kind}", f, f"gqa_mlp_{f}_{kind}")
+                for f in ("int4_group32", "mxfp4")
+                for kind in ("decode", "mixed")
+            ),
             ("mla_mlp_decode", "int8_group", "mla_mlp_int8"),
             ("delta_mlp_decode", "int8_group", "delta_mlp_int8"),
         ):

@@ -224,6 +224,7 @@ class MoEExperts(Op, name="moe_experts", hot=True):
             Sample("int8_group", experts("int8_group"), inputs(5, 2)),
             Sample("int4_group32", experts("int4_group32"), inputs(4, 3)),
             Sample("int4_min32", experts("int4_min32"), inputs(4, 3)),
+            Sample("mxfp4", experts("mxfp4", 64), inputs(4, 3)),
             Sample("partial_t1", replace(plain, partial=True), inputs(1, 2, first=4), "decode"),
             Sample("partial", replace(plain, partial=True), inputs(9, 3, first=4)),
             Sample("relu2_t1", replace(plain, gate_up=placeholder(6, 48, 64), act="relu2"), inputs(1, 2), "decode"),

@@ -35,7 +35,7 @@ COMPRESSED = {
 MODELOPT = {"NVFP4": ("nvfp4", "NVFP4"), "W4A16_NVFP4": ("nvfp4", ""), "MXFP4": ("mxfp4", "MXFP4")} | {
     "MXFP8": ("mxfp8", "MXFP8")
 }
-"""Formats by ModelOpt's `quant_algo`, and what it quantizes activations to; empty: nothing."""
+"""Formats by ModelOpt's `quant_algo`, and what it quantizes activations to; empty: nothing. That of MXFP4 is done."""
 
 
 def find_compressed(group: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[str, str] | None:

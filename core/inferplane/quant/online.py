@@ -16,7 +16,7 @@ from inferplane.binding import Plan, PlanSettings, TensorSource
 from inferplane.errors import CheckpointError, UsageError
 from inferplane.ops import Embedding, MLAAbsorbed, MLAExpanded
 from inferplane.ops.formats import FORMATS, encode, encode_nvfp4_with, find_nvfp4_factor, limit
-from inferplane.quant.schemes import FP8_BLOCKS, FP8_ROWS
+from inferplane.quant.schemes import FP8_BLOCKS, FP8_ROWS, INT4_TOKENS, INT8_TOKENS, MXFP4_GROUPS
 from inferplane.quant.stored import QuantFormats, find_stored_format
 from inferplane.types import PLAIN, ActivationQuant, Kernel, KVRequest, QTensor, Shard
 from inferplane.types.qtensor import scales
@@ -53,7 +53,9 @@ INT4 = ("int4_group32", "int4_group64", "int4_group", "int4_row")
 INT4_BESIDE_FP8 = ("int4_group64", "int4_group", "int4_group32", "int4_row")
 """Groups of 64 columns or more are multiplied by activations in FP8 as FP8 numbers."""
 FP8 = ("fp8_block", "fp8_row")
-_TO_INT8 = {"int8_row": ActivationQuant("int8")}
+_TO_INT8 = {"int8_row": INT8_TOKENS}
+_INT4_TO_INT8 = dict.fromkeys(INT4, INT8_TOKENS)
+_INT4_TO_INT4 = dict.fromkeys(INT4, INT4_TOKENS)
 _TO_FP8 = {"fp8_block": FP8_BLOCKS, "fp8_row": FP8_ROWS}
 _A8W8 = OnlineScheme(("int8_row",), ("int8_row",), INT8, _TO_INT8)
 _A8W8_FP8 = OnlineScheme(FP8, FP8, (), _TO_FP8, stored=FP8)
@@ -67,13 +69,17 @@ SCHEMES = {
     "a8w8c8": _A8W8,
     "a8w8_fp8": _A8W8_FP8,
     "a8w8c8_fp8": _A8W8_FP8,
+    "a8w4": OnlineScheme(INT4, INT4, INT8, _INT4_TO_INT8),
+    "a4w4": OnlineScheme(INT4, INT4, INT8, _INT4_TO_INT4),
+    "a4w4_mxfp4": OnlineScheme(("mxfp4",), ("mxfp4",), INT8, {"mxfp4": MXFP4_GROUPS}),
     "a8w8_fp8_wint4": OnlineScheme(FP8, INT4_BESIDE_FP8, (), {**_TO_FP8, **dict.fromkeys(INT4_BESIDE_FP8, FP8_BLOCKS)}),
 }
 """Schemes by name (`engine.request.arguments` has the same names, and what c8 in one means). "weight_only_mxfp4" and
 "weight_only_nvfp4": numbers of e2m1 with a scale per 32 or 16 columns. "a8w8": int8 with a scale per row and
 activations in int8 if a kernel quantizes them, except for the head. "a8w8_fp8": FP8 in blocks of 128 x 128, or in rows
-where a device reads only these; the head as it is, as in DeepSeek's checkpoints. The last one is for models with
-experts: FP8, and experts in int4, activations in FP8 if a kernel quantizes them."""
+where a device reads only these; the head as it is, as in DeepSeek's checkpoints. "a8w4" and "a4w4": int4 in groups, and
+activations in int8 or int4 with a scale per token if a kernel quantizes them; "a4w4_mxfp4": both in MXFP4. The last one
+is for models with experts: FP8, and experts in int4, activations in FP8 if a kernel quantizes them."""
 
 HEADS = {"int8": INT8, "int4": INT4, "none": ()}
 """Weight formats of the output head by the option `head_format`; "auto": those of the scheme."""

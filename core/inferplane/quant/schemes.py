@@ -15,7 +15,11 @@ BLOCK = [128, 128]
 FP8_BLOCKS = ActivationQuant("fp8", 128)
 FP8_ROWS = ActivationQuant("fp8")
 FP8_STATIC = ActivationQuant("fp8", static=True)
-INT8 = ("int", 8)
+INT8_TOKENS = ActivationQuant("int8")
+INT4_TOKENS = ActivationQuant("int4")
+MXFP4_GROUPS = ActivationQuant("mxfp4", 32)
+INTEGER_TOKENS = {8: INT8_TOKENS, 4: INT4_TOKENS}
+"""Quantizations of activations to integers with a scale per token, by bits."""
 DENSE = ("pack-quantized", "int-quantized", "naive-quantized", None)
 """Integer formats of compressed-tensors that can be read; others drop entries, or reorder them for a kernel."""
 
@@ -50,6 +54,8 @@ def _modelopt(settings: Mapping[str, Any]) -> QuantScheme | None:
         return None
     if settings.get("group_size") not in (None, FORMATS[MODELOPT[algo][0]][2][1]):
         return None
+    if algo == "MXFP4":
+        return QuantScheme("mxfp4", MXFP4_GROUPS)
     return QuantScheme(MODELOPT[algo][0], skipped_quant=MODELOPT[algo][1])
 
 
@@ -68,7 +74,10 @@ def read_group(group: Any, settings: Mapping[str, Any]) -> QuantScheme | None:
         return None
     weights, inputs = group.get("weights"), group.get("input_activations")
     if (microscaled := find_compressed(group, settings)) is not None:
-        return QuantScheme(microscaled[0], skipped_quant=microscaled[1])
+        format, skipped = microscaled
+        if format == "mxfp4" and isinstance(inputs, Mapping) and _is_mxfp4(inputs):
+            return QuantScheme(format, MXFP4_GROUPS)
+        return QuantScheme(format, skipped_quant=skipped)
     if isinstance(weights, Mapping) and weights.get("type") == "int":
         return _integer_group(weights, inputs, settings)
     if not _is_fp8(weights) or not (inputs is None or _is_fp8(inputs)):
@@ -89,7 +98,9 @@ def _integer_group(weights: Mapping[str, Any], inputs: Any, settings: Mapping[st
     """Integers; activations are quantized per row, or not at all if the config requests a form that no kernel has."""
     if settings.get("format") not in DENSE:
         return None
-    if inputs is not None and (not isinstance(inputs, Mapping) or (inputs.get("type"), inputs.get("num_bits")) != INT8):
+    if inputs is not None and (not isinstance(inputs, Mapping) or inputs.get("type") != "int"):
+        return None
+    if inputs is not None and inputs.get("num_bits") not in INTEGER_TOKENS:
         return None
     strategy = weights.get("strategy")
     if strategy not in ("tensor", "channel", "group"):
@@ -100,10 +111,29 @@ def _integer_group(weights: Mapping[str, Any], inputs: Any, settings: Mapping[st
     found = find_integers("compressed-tensors", bits, group, symmetric, is_scattered=is_scattered)
     if found is not None and found.packed is not None and found.packed.expands:
         return found if settings.get("format") == "pack-quantized" else None
-    if found is None or bits != 8 or found.format != "int8_row" or inputs is None:
+    if found is None or inputs is None:
         return found
-    dynamic = inputs.get("dynamic") is True and inputs.get("symmetric", True)
-    return replace(found, activation_quant=ActivationQuant("int8") if dynamic else None)
+    known = FORMATS[found.format][1] == bits and found.format != "int8_group"
+    if known and _is_dynamic_by_token(inputs) and bits <= inputs["num_bits"]:
+        return replace(found, activation_quant=INTEGER_TOKENS[inputs["num_bits"]])
+    return replace(found, skipped_quant=_describe(inputs)) if bits == 4 or inputs["num_bits"] == 4 else found
+
+
+def _is_mxfp4(inputs: Mapping[str, Any]) -> bool:
+    """Whether activations are quantized to e2m1 with a power of two per 32 columns while running."""
+    form = inputs.get("type"), inputs.get("num_bits"), inputs.get("strategy"), inputs.get("group_size")
+    return form == ("float", 4, "group", 32) and inputs.get("dynamic") is True
+
+
+def _is_dynamic_by_token(inputs: Mapping[str, Any]) -> bool:
+    """Whether activations get a scale for each token while running, and no zero point."""
+    is_plain = inputs.get("dynamic") is True and inputs.get("symmetric", True) is True
+    return is_plain and inputs.get("strategy", "token") in ("token", "tensor")  # a scale of all tokens holds each one
+
+
+def _describe(inputs: Mapping[str, Any]) -> str:
+    how = "" if inputs.get("dynamic") is True else ", static"
+    return f"{inputs.get('type')} of {inputs.get('num_bits')} bits{how}, by {inputs.get('strategy', 'token')}"
 
 
 def _is_fp8(numbers: Any) -> TypeGuard[Mapping[str, Any]]:

@@ -151,9 +151,11 @@ def read_quant_config(
         raise _refuse(settings, plugins)
     _warn_of_skipped(found)
     format, quant, packed = found.format, found.activation_quant, found.packed
+    quants = {} if quant is None else {format: quant}
     warn_of_expansion(packed)
     if format in MICROSCALED and names is not None:
-        return replace(_of_plugin(format, MICROSCALED[format], names), unread=UNREAD)
+        microscaled = _of_plugin(format, MICROSCALED[format], names)
+        return replace(microscaled, activation_quants=quants, unread=UNREAD)
 
     def by_scales(name: str) -> str:
         return format if _has_scales(name, names or (), packed) else PLAIN
@@ -161,7 +163,6 @@ def read_quant_config(
     def by_config(name: str) -> str:
         return format if _is_projection(name) and not is_excluded(settings, name) else PLAIN
 
-    quants = {} if quant is None else {format: quant}
     return QuantFormats(by_config if names is None else by_scales, quants, unread=UNREAD, packed=packed)
 
 

@@ -22,7 +22,7 @@ class ActivationQuant:
     """How a checkpoint expects activations to be quantized before they are multiplied by a quantized weight.
 
     Args:
-        format: "fp8" or "int8".
+        format: "fp8", "int8", "int4" or "mxfp4", as the op `quantize` defines them.
         group: columns that share a scale; 0: one scale per row.
         static: the checkpoint brings one calibrated scale (`QTensor.act_scale`); otherwise scales are computed while
             running.

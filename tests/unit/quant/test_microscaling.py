@@ -11,6 +11,7 @@ from inferplane.binding import DictSource
 from inferplane.errors import CheckpointError, InferplaneWarning, UnsupportedModelError
 from inferplane.ops import encode
 from inferplane.quant import read_quant_config
+from inferplane.types import ActivationQuant
 from inferplane.types.placement import WHOLE, Shard
 
 MODULE = "model.layers.0.mlp.down_proj"
@@ -142,6 +143,7 @@ def test_a_rank_does_not_split_a_group():
 # ------------------------------------------------------------------ what configs say
 
 INPUTS = {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group", "dynamic": "local"}
+MXFP4_INPUTS = {**INPUTS, "group_size": 32, "strategy": "group", "dynamic": True}
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,8 @@ INPUTS = {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_
         (modelopt("NVFP4", group_size=16, config_groups={"group_0": {"weights": {"num_bits": 4}}}), "nvfp4"),
         (modelopt("MXFP8"), "mxfp8"),
         (compressed(*NVFP4, inputs=INPUTS), "nvfp4"),
-        (compressed(*MXFP4, inputs={**INPUTS, "group_size": 32, "strategy": "group", "dynamic": True}), "mxfp4"),
+        (compressed(*MXFP4, inputs={**MXFP4_INPUTS, "dynamic": False}), "mxfp4"),
+        (compressed(*MXFP4, inputs={**MXFP4_INPUTS, "num_bits": 8}), "mxfp4"),
     ],
 )
 def test_activations_that_stay_as_they_are_are_reported(settings, format):
@@ -160,6 +163,16 @@ def test_activations_that_stay_as_they_are_are_reported(settings, format):
     assert [w.category for w in found] == [InferplaneWarning]
     assert f"its {format} weights. That is not applied" in str(found[0].message)
     assert formats.format_of(NAME) == format and formats.activation_quants == {}
+
+
+@pytest.mark.parametrize("settings", [modelopt("MXFP4"), compressed(*MXFP4, inputs=MXFP4_INPUTS)])
+@pytest.mark.parametrize("names", [None, {f"{NAME.removesuffix('.weight')}.weight_packed", "b.weight"}])
+def test_activations_in_mxfp4_are_quantized_as_the_config_says(settings, names):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = read_quant_config(settings, names)
+    assert found.format_of(NAME) == "mxfp4" and found.format_of("b.weight") == "plain"
+    assert found.activation_quants == {"mxfp4": ActivationQuant("mxfp4", 32)}
 
 
 @pytest.mark.parametrize("key", ["exclude_modules", "ignore"])

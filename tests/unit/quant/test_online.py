@@ -244,6 +244,42 @@ def test_rows_of_int8_with_activations_in_int8():
     assert quantize_on_load("a8w8c8", {}).activation_quants == found.activation_quants
 
 
+@pytest.mark.parametrize(
+    ("scheme", "first", "quant"),
+    [
+        ("a8w4", "int4_group32", ActivationQuant("int8")),
+        ("a4w4", "int4_group32", ActivationQuant("int4")),
+        ("a4w4_mxfp4", "mxfp4", ActivationQuant("mxfp4", 32)),
+    ],
+)
+def test_4_bits_with_activations_in_8_or_4(scheme, first, quant):
+    found = quantize_on_load(scheme, {})
+    names = {name: found.format_of(f"{name}.weight") for name in ("lm_head", "a.q_proj", "a.experts.0.w1", "a.norm")}
+    assert list(names.values()) == ["int8_group", first, first, "plain"]
+    assert found.activation_quants == dict.fromkeys(SCHEMES[scheme].dense, quant)
+
+
+@pytest.mark.skipif(not instruction_sets(), reason="not run: no native kernels")
+@pytest.mark.parametrize("make", [llama_config, deepseek_config])
+@pytest.mark.parametrize(
+    ("scheme", "ending", "least"), [("a8w4", "_w4a8", 0.97), ("a4w4", "_w4a4", 0.8), ("a4w4_mxfp4", "_w4a4_mxfp4", 0.8)]
+)
+def test_products_with_activations_in_8_or_4_bits_run(scheme, ending, least, make, tmp_path):
+    """By the kernels that round them so, which `explain` says, in prompts and while decoding."""
+    random_model(make(num_hidden_layers=2), seed=3).save_pretrained(tmp_path)
+    ids = [list(range(1, 40))]
+    with LLM(tmp_path, device="cpu", dtype="bfloat16") as llm:
+        want = llm.logits(ids)[0]
+    with LLM(tmp_path, device="cpu", dtype="bfloat16", quantization=scheme) as llm:
+        got, found = llm.logits(ids)[0], llm.explain()
+    assert found["activation_quant_skipped"] == [] and found["dequantized"] == []
+    sites = [x for x in found["sites"] if x["chosen"]["provider"] == "native" and "quantizes" in x["chosen"]["why"]]
+    assert {site["step_kind"] for site in sites} == {"decode", "mixed"}
+    assert all(site["chosen"]["kernel"].endswith(ending) for site in sites)
+    assert torch.corrcoef(torch.stack((got.flatten(), want.flatten())))[0, 1] > least
+    assert not torch.equal(got, want)
+
+
 def test_blocks_of_fp8_and_a_plain_head():
     found = quantize_on_load("a8w8_fp8", {})
     names = {name: found.format_of(f"{name}.weight") for name in ("lm_head", "a.q_proj", "a.experts.0.w1", "a.norm")}

@@ -16,7 +16,7 @@ from inferplane.engine.runner.exports.export import export_model
 from inferplane.errors import CheckpointError, UnsupportedModelError
 from inferplane.plugins import host
 from inferplane.quant import read_integers, read_quant_config, settle_order
-from inferplane.types import Shard
+from inferplane.types import ActivationQuant, Shard
 from inferplane_cpu.native import instruction_sets
 from tests.e2e.tiny_models import deepseek_config, llama_config, random_model
 
@@ -205,6 +205,43 @@ def test_how_activations_are_coded(settings, act):
     assert str(read_quant_config(settings, None).activation_quants.get("int8_row", "")) == act
 
 
+NIBBLES = {"num_bits": 4, "strategy": "group", "group_size": 128}
+INT4_TOKENS = {**TOKENS, "num_bits": 4}
+
+
+@pytest.mark.parametrize("form", ["int-quantized", "pack-quantized"])
+@pytest.mark.parametrize(("inputs", "act"), [(TOKENS, "int8"), (INT4_TOKENS, "int4")])
+@pytest.mark.parametrize(("group", "format"), [(128, "int4_group"), (32, "int4_group32"), (None, "int4_row")])
+def test_weights_of_4_bits_beside_activations_of_8_or_4(form, inputs, act, group, format):
+    how = {"num_bits": 4, **({"strategy": "group", "group_size": group} if group else {})}
+    settings = {**whole_bytes(inputs, **how), "format": form}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = read_quant_config(settings, {"a.weight", "a.weight_scale", "b.weight_packed", "c.weight"})
+    assert [found.format_of(f"{name}.weight") for name in "abc"] == [format, format, "plain"]
+    assert found.activation_quants == {format: ActivationQuant(act)}
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {**TOKENS, "dynamic": False},
+        {**INT4_TOKENS, "symmetric": False},
+        {**INT4_TOKENS, "strategy": "group", "group_size": 128},
+        {**TOKENS, "strategy": "group", "group_size": 128},
+    ],
+)
+def test_activations_in_another_form_stay_as_they_are_with_a_warning(inputs):
+    with pytest.warns(InferplaneWarning, match=r"activations are quantized \(int of . bits.*That is not applied"):
+        found = read_quant_config(whole_bytes(inputs, **NIBBLES), None)
+    assert found.activation_quants == {}
+
+
+def test_activations_of_fewer_bits_than_weights_stay_as_they_are():
+    with pytest.warns(InferplaneWarning, match="int of 4 bits"):
+        assert read_quant_config(whole_bytes(INT4_TOKENS), None).activation_quants == {}
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -224,6 +261,7 @@ def test_how_activations_are_coded(settings, act):
         whole_bytes(num_bits=6),
         whole_bytes(strategy="block"),
         whole_bytes({**TOKENS, "type": "float"}),
+        whole_bytes({**TOKENS, "num_bits": 6}),
     ],
 )
 def test_what_is_not_read_is_refused(settings):

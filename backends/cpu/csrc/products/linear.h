@@ -4,6 +4,7 @@
 #pragma once
 #include "products/w8a8.h"
 #include "products/fp8.h"
+#include "products/quantize_narrow.h"
 
 namespace {
 
@@ -92,8 +93,12 @@ inline void multiply_rows(const ip_matrix &w, int64_t first, int64_t last, const
         multiply_panel<IP_INT6, true>(w, j / kLanes, x.q, out + j - first, ldo);
       else if (w.kind == IP_MXFP4 && w.group == 16)
         multiply_panel<IP_MXFP4, true>(w, j / kLanes, x.q, out + j - first, ldo);
+      else if (w.kind == IP_MXFP4 && w.input != IP_INPUT_INT16)
+        multiply_panel<IP_MXFP4, false, true>(w, j / kLanes, x.q, out + j - first, ldo);
       else if (w.kind == IP_MXFP4)
         multiply_panel<IP_MXFP4>(w, j / kLanes, x.q, out + j - first, ldo);
+      else if (w.input != IP_INPUT_INT16)
+        multiply_panel<IP_INT4, false, true>(w, j / kLanes, x.q, out + j - first, ldo);
       else
         multiply_panel<IP_INT4>(w, j / kLanes, x.q, out + j - first, ldo);
     }
@@ -112,7 +117,9 @@ inline Activations lay_out_activations(const ip_matrix &w, int64_t m, int64_t fi
     return {{}, {}, bytes};
   }
   Activations activations = {lay_out_rows(workspace(kActivationRows), m, w.k, row, !row_by_row), {}, {}};
-  if (is_in_panels(w))
+  if (w.input != IP_INPUT_INT16)
+    activations.q = quantize_narrow(workspace(kQuantizedRows), activations.rows, w);
+  else if (is_in_panels(w))
     activations.q = quantize_int16(workspace(kQuantizedRows), activations.rows, w,
                       first < 0 ? nullptr : (const char *)w.data + first / kPanelRows * panel_bytes(w));
   return activations;

@@ -1,5 +1,5 @@
 // Products of int8, int6, int4 and MXFP4 weights in panels (weight_panels.h) with 16-bit activations (quantize_int16.h),
-// exact in integers within a group of columns. linear.h calls `multiply_panel` for each panel of a thread's chunk.
+// or of int4 and MXFP4 with narrower ones (quantize_narrow.h), exact in integers within a group of columns. linear.h calls `multiply_panel` for each panel of a thread's chunk.
 //
 // Rounding activations to 16 bits in groups of 32 to 128 columns is an error of 2^-16 of a group's largest entry, 1/128
 // of what rounding the result to bf16 costs. Products and sums within a group are then exact in 32 bits, on every
@@ -82,10 +82,11 @@ struct GroupSums {
   inline I32x16 total() const { return a; }
 #endif
   // Adds one line: four columns of sixteen weight rows as unsigned bytes, times four activations. `first` and `second`
-  // are the activations' two numbers in `Int16Activations::quads`.
+  // are the activations' two numbers in `Int16Activations::quads`. NARROW: activations fit a byte.
+  template <bool NARROW>
   inline void add(Line w, int32_t first, int32_t second) {
 #if defined(__AVX512VNNI__)
-    a = (I32x16)_mm512_dpbusd_epi32((__m512i)a, (__m512i)w, _mm512_set1_epi32(first));
+    if (!NARROW) a = (I32x16)_mm512_dpbusd_epi32((__m512i)a, (__m512i)w, _mm512_set1_epi32(first));
     b = (I32x16)_mm512_dpbusd_epi32((__m512i)b, (__m512i)w, _mm512_set1_epi32(second));
 #else
     __m512i even = _mm512_and_si512((__m512i)w, _mm512_set1_epi16(255)), odd = _mm512_srli_epi16((__m512i)w, 8);
@@ -102,6 +103,7 @@ struct GroupSums {
   inline void start_at(int32_t start) { a[0] = a[1] = _mm256_set1_epi32(start); }
   // Adds one line: four columns of sixteen weight rows as unsigned bytes, times four activations. `first` and `second`
   // are the activations' two numbers in `Int16Activations::quads`: columns 0 and 2, then 1 and 3.
+  template <bool NARROW>
   inline void add(Line w, int32_t first, int32_t second) {
     __m256i x = _mm256_set1_epi32(first), y = _mm256_set1_epi32(second), bytes = _mm256_set1_epi16(255);
 #pragma GCC unroll 2
@@ -151,8 +153,9 @@ constexpr int kMaxTileRows = 4, kTwoSumRows = 0;
 #if defined(__AVX512F__)
 // out[(i0 + i) * ldo + j] = the 16 rows j of a panel (fewer if the weight ends) times rows i0 .. i0 + MT of x, over all
 // columns, in float32 with scales applied, overwritten. KIND: IP_INT8, IP_INT6, IP_INT4 or IP_MXFP4, w's kind. HALF:
-// groups have 16 columns, half of what one step of the activations holds; else they have a multiple of 32.
-template <int KIND, int MT, bool HALF>
+// groups have 16 columns, half of what one step of the activations holds; else they have a multiple of 32. NARROW: the
+// activations' integers fit a byte.
+template <int KIND, int MT, bool HALF, bool NARROW>
 inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Activations &x, int64_t i0, float *out,
                                 int64_t ldo) {
   const uint8_t *p = (const uint8_t *)w.data + panel * panel_bytes(w);
@@ -183,17 +186,17 @@ inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Ac
         if (l < lines) prefetch_line<KIND, MT>(p + 64 * l);
         if (KIND == IP_INT6) {
 #pragma GCC unroll 8
-          for (int i = 0; i < MT; i++) (two_sums && l % 2 == 0 ? t[i] : s[i]).add(line, q[16 * i + l], q[16 * i + l + 8]);
+          for (int i = 0; i < MT; i++) (two_sums && l % 2 == 0 ? t[i] : s[i]).template add<NARROW>(line, q[16 * i + l], q[16 * i + l + 8]);
         } else if (KIND == IP_INT8) {
 #pragma GCC unroll 8
-          for (int i = 0; i < MT; i++) (two_sums && l % 2 ? t[i] : s[i]).add(line, q[16 * i + l], q[16 * i + l + 8]);
+          for (int i = 0; i < MT; i++) (two_sums && l % 2 ? t[i] : s[i]).template add<NARROW>(line, q[16 * i + l], q[16 * i + l + 8]);
         } else {
           Line low = unsigned_entries<KIND>(low_nibbles(line)),
                high = shifted ? upper_nibbles(line) : unsigned_entries<KIND>(high_nibbles(line));
 #pragma GCC unroll 8
           for (int i = 0; i < MT; i++) {
-            s[i].add(low, q[16 * i + 2 * l], q[16 * i + 2 * l + 8]);
-            (two_sums ? t[i] : s[i]).add(high, q[16 * i + 2 * l + 1], q[16 * i + 2 * l + 9]);
+            s[i].template add<NARROW>(low, q[16 * i + 2 * l], q[16 * i + 2 * l + 8]);
+            (two_sums ? t[i] : s[i]).template add<NARROW>(high, q[16 * i + 2 * l + 1], q[16 * i + 2 * l + 9]);
           }
         }
       }
@@ -219,7 +222,7 @@ inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Ac
 // The same function on AVX2, with explicit 32-byte registers, since GCC keeps vectors of 64 bytes in memory. With one
 // row of activations, columns whose nibbles are the high ones of their bytes have sums of their own, sixteen times too
 // large.
-template <int KIND, int MT, bool HALF>
+template <int KIND, int MT, bool HALF, bool NARROW>
 inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Activations &x, int64_t i0, float *out,
                                 int64_t ldo) {
   const uint8_t *p = (const uint8_t *)w.data + panel * panel_bytes(w);
@@ -300,20 +303,21 @@ inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Ac
 #endif
 
 // One `multiply_panel_tile` for `rows` rows of x from row i on; `rows` is known at run time, 1 .. MT.
-template <int KIND, bool HALF, int MT = kMaxTileRows>
+template <int KIND, bool HALF, bool NARROW, int MT = kMaxTileRows>
 inline void multiply_panel_rows(const ip_matrix &w, int64_t panel, const Int16Activations &x, int64_t i, int64_t rows,
                                 float *out, int64_t ldo) {
   if constexpr (MT > 1)
-    if (rows < MT) return multiply_panel_rows<KIND, HALF, MT - 1>(w, panel, x, i, rows, out, ldo);
-  multiply_panel_tile<KIND, MT, HALF>(w, panel, x, i, out, ldo);
+    if (rows < MT) return multiply_panel_rows<KIND, HALF, NARROW, MT - 1>(w, panel, x, i, rows, out, ldo);
+  multiply_panel_tile<KIND, MT, HALF, NARROW>(w, panel, x, i, out, ldo);
 }
 
 // `multiply_panel_tile` for all rows of x: out[i * ldo + j] for 16 rows j of the panel. The rows of x are divided into
 // tiles of nearly equal size, at most kMaxTileRows.
-template <int KIND, bool HALF = false>
+template <int KIND, bool HALF = false, bool NARROW = false>
 inline void multiply_panel(const ip_matrix &w, int64_t panel, const Int16Activations &x, float *out, int64_t ldo) {
   int64_t tiles = (x.m + kMaxTileRows - 1) / kMaxTileRows, rows = (x.m + tiles - 1) / tiles;
-  for (int64_t i = 0; i < x.m; i += rows) multiply_panel_rows<KIND, HALF>(w, panel, x, i, min64(rows, x.m - i), out, ldo);
+  for (int64_t i = 0; i < x.m; i += rows)
+    multiply_panel_rows<KIND, HALF, NARROW>(w, panel, x, i, min64(rows, x.m - i), out, ldo);
 }
 
 }  // namespace

@@ -87,7 +87,7 @@ inline void dot_panel_tile(const uint8_t *panel, const Int8Activations &x, int64
     Line line = load_line(panel + c * 64);
     _mm_prefetch((const char *)panel + c * 64 + 2048, _MM_HINT_T0);
 #pragma GCC unroll 4
-    for (int r = 0; r < MT; r++) s[r].add(line, q[r][2 * c], q[r][2 * c + 1]);
+    for (int r = 0; r < MT; r++) s[r].template add<false>(line, q[r][2 * c], q[r][2 * c + 1]);
   }
   for (int r = 0; r < MT; r++) memcpy(sums + r * 16, &s[r].a, 64);
 #endif

@@ -14,6 +14,7 @@ from inferplane_cpu.kernels.attention import LAYOUTS, has_tile_dims, native_cach
 from inferplane_cpu.kernels.layer_description import native_layer, native_step
 from inferplane_cpu.kernels.linear import INT8_ACTIVATIONS, RANK_BATCH_INVARIANT, fits_int8_sums
 from inferplane_cpu.kernels.moe import MAX_EXPERTS, ROUTE
+from inferplane_cpu.kernels.narrow_inputs import NARROW_INPUTS, NarrowInput
 from inferplane_cpu.kernels.packing import (
     INT8_ROW_FORMATS,
     LATENT_FORMATS,
@@ -155,6 +156,10 @@ def _has_int8_row_weights(op: Any) -> bool:
     return fits and _has_plain_gates(op)
 
 
+def _has_narrow_weights(narrow: NarrowInput) -> Callable[[Any], bool]:
+    return lambda op: _has_plain_gates(op) and all(w.format in narrow.weights for w in _list_packed_weights(op))
+
+
 def _if_native(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
     """A predicate that holds for every layer that native kernels do not take anyway."""
     return lambda op: not _has_native_parts(op) or holds(op)
@@ -250,9 +255,9 @@ def _declare(name: str, when: When, *, ops: tuple[str, ...] = LAYER_OPS, **optio
     8 and 4 bits are expanded there while they are multiplied.
 
     Args:
-        name: ends with the weights' kind: `_panels` of 8 and 4 bits, `_mxfp4` of experts in MXFP4, `_w8a8` with
-            activations in 8 bits before every product; `_many` before that is for many tokens. The kernel of
-            `residual_layer` has that op's name before.
+        name: ends with the weights' kind: `_panels` of 8 and 4 bits, `_mxfp4` of experts in MXFP4, `_w8a8` and the
+            names of `NARROW_INPUTS` with activations of fewer bits before every product; `_many` before that is for
+            many tokens. The kernel of `residual_layer` has that op's name before.
         when: its conditions.
         ops: names of the ops.
         options: further fields of `Kernel`.
@@ -292,3 +297,11 @@ _declare("decoder_layer_many_panels", _when(PANEL_FORMATS, "mixed", PACKED_WEIGH
 W8A8: dict[str, Any] = {**EXPERTS, **INT8_ACTIVATIONS}
 _declare("decoder_layer_w8a8", _when(INT8_ROW_FORMATS, "decode", INT8_ROW_WEIGHTS), **W8A8, **INVARIANT)
 _declare("decoder_layer_many_w8a8", _when(INT8_ROW_FORMATS, "mixed", INT8_ROW_WEIGHTS), **W8A8)
+for narrow in NARROW_INPUTS:
+    weights = (
+        f"{', '.join(narrow.weights)} in all its linear layers and experts",
+        _if_native(_has_narrow_weights(narrow)),
+    )
+    options: dict[str, Any] = {**EXPERTS, **narrow.options(4)}
+    _declare(f"decoder_layer_{narrow.name}", _when(narrow.weights, "decode", weights), **options, **INVARIANT)
+    _declare(f"decoder_layer_many_{narrow.name}", _when(narrow.weights, "mixed", weights), **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 
 from inferplane.kernels.composed.padding import pad_rows
 from inferplane.plugin import PLAIN, RANK_PORTABLE, Batch, Kernels, When
+from inferplane_cpu.kernels.narrow_inputs import NARROW_INPUTS
 from inferplane_cpu.kernels.packing import (
     INT8_ROW_FORMATS,
     MAX_INT8_COLUMNS,
@@ -168,6 +170,28 @@ def linear_panels(view: Any, x: torch.Tensor) -> torch.Tensor:
 def linear_w8a8(view: Any, x: torch.Tensor) -> torch.Tensor:
     """Weights and activations in 8 bits, summed exactly: a row is the same bits on every instruction set."""
     return _multiply_rows(view, x)
+
+
+def _multiply_narrow(name: str) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    """A kernel of this name: exact sums of a group of columns, so that a row is the same bits among any others."""
+
+    def linear_narrow(view: Any, x: torch.Tensor) -> torch.Tensor:
+        return _multiply_rows(view, x)
+
+    linear_narrow.__name__ = name
+    return linear_narrow
+
+
+for narrow in NARROW_INPUTS:
+    KERNELS(
+        "linear",
+        "native",
+        when=When((torch.bfloat16,), narrow.weights, features=("native",), needs=(narrow.needs, NEEDS[1])),
+        packs=WEIGHT,
+        rank=RANK_PORTABLE,
+        batch_invariant=True,
+        **narrow.options(),
+    )(_multiply_narrow(f"linear_{narrow.name}"))
 
 
 @KERNELS("embedding", "native", when=PACKED_ROWS, packs=WEIGHT, rank=RANK_PORTABLE, batch_invariant=True)

@@ -15,6 +15,7 @@ from inferplane.kernels.composed.moe import moe_route as moe_route_torch
 from inferplane.kernels.fused.needs import ALL_EXPERTS_LOCAL
 from inferplane.plugin import PLAIN, RANK_PORTABLE, KernelError, Kernels, When
 from inferplane_cpu.kernels.linear import INT8_ACTIVATIONS, RANK_BATCH_INVARIANT, fits_int8_sums
+from inferplane_cpu.kernels.narrow_inputs import NARROW_INPUTS
 from inferplane_cpu.kernels.packing import (
     INT8_ROW_FORMATS,
     MAX_INT8_COLUMNS,
@@ -202,6 +203,30 @@ def clamped_experts_panels(view: Any, x: torch.Tensor, weights: torch.Tensor, id
 def clamped_experts_mxfp4(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """As `clamped_experts_batch_invariant`, for weights in MXFP4, whose entries are looked up as they are read."""
     return _experts(view, x, weights, ids)
+
+
+def _make_narrow(name: str) -> Callable[..., torch.Tensor]:
+    """A kernel of this name: as `moe_experts_panels`, with activations of at most 8 bits before both products."""
+
+    def experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return _experts(view, x, weights, ids)
+
+    experts.__name__ = name
+    return experts
+
+
+for narrow in NARROW_INPUTS:
+    for op, when, packs in (
+        ("moe_experts", replace(PACKED, formats=narrow.weights), STACKS),
+        (
+            "clamped_experts",
+            _in_formats(narrow.weights, ", ".join(narrow.weights)),
+            MXFP4_STACKS if narrow.weights == ("mxfp4",) else STACKS,
+        ),
+    ):
+        KERNELS(op, "native", when=when, packs=packs, rank=RANK_PORTABLE, batch_invariant=True, **narrow.options(2))(
+            _make_narrow(f"{op}_{narrow.name}")
+        )
 
 
 def describe_routing(view: Any, experts: int) -> Experts:

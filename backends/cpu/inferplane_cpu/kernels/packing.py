@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -272,6 +273,17 @@ def with_int8_activations(found: Any) -> Any:
     return _of_kind(found, lambda kind: W8A8)
 
 
+def with_input(found: Any, input: int) -> Any:
+    """The same matrices, those of 4 bits for products that round activations to `input`, one of `ip_input`
+    (csrc/products/quantize_narrow.h)."""
+    matrices = [Matrix.from_buffer_copy(m) for m in found]
+    for matrix in matrices:
+        matrix.input = input if matrix.kind in (INT4, MXFP4) else matrix.input
+    made: Any = _array(matrices)
+    made.memory = found.memory
+    return made
+
+
 def with_any_order(found: Any) -> Any:
     """The same matrices for kernels that are not batch-invariant: bf16 may be summed in another order with few rows of
     activations than with many, where that reads memory faster (csrc/products/bf16_dot.h)."""
@@ -288,12 +300,21 @@ def _of_kind(found: Any, kind: Callable[[int], int]) -> Any:
 
 
 Adapt = Callable[[Any], Any] | None
-"""`with_int8_activations`, `with_any_order` or neither: what kernels prepare."""
+"""`with_int8_activations`, `with_input`, `with_any_order` or none: what kernels prepare."""
 
 
 def prepare_int8_activations(op: Any, ctx: Context) -> Adapt:
     """`prepare` of kernels that round activations to 8 bits."""
     return with_int8_activations
+
+
+def prepare_input(input: int) -> Callable[[Any, Context], Adapt]:
+    """`prepare` of kernels that round activations to `input`."""
+
+    def prepare(op: Any, ctx: Context) -> Adapt:
+        return partial(with_input, input=input)
+
+    return prepare
 
 
 def prepare_any_order(op: Any, ctx: Context) -> Adapt:

@@ -95,10 +95,11 @@ class EngineOptions:
             weight_only_mxfp4, weight_only_nvfp4, a8w8 (int8, and activations in int8 where a kernel quantizes them),
             a8w8c8 (that, and a KV cache in int8), a8w8_fp8 (FP8 in blocks of 128 x 128, activations in FP8 where a
             kernel quantizes them; an FP8 checkpoint as it is), a8w8c8_fp8 (that, and a KV cache in fp8),
-            a8w8_fp8_wint4 (as a8w8_fp8, but experts in int4). Each op gets the groups of columns that the device's
-            kernels read; left out: the checkpoint's format.
+            a8w8_fp8_wint4 (as a8w8_fp8, but experts in int4), a8w4 and a4w4 (int4, and activations in int8 or int4
+            where a kernel quantizes them), a4w4_mxfp4 (both in MXFP4). Each op gets the groups of columns that the
+            device's kernels read; left out: the checkpoint's format.
         head_format: what quantization makes of the output head, and of an embedding that is tied to it: int8, int4,
-            none (it stays); auto: int8 in a8w8 and where weights alone are quantized, else it stays.
+            none (it stays); auto: int8, but in FP8 it stays.
         kv_cache_bytes: memory for the KV cache; left out: at most 30 % of what is free, and no more than the sequences
             of a step can use. A warning says if it shortens sequences.
         max_num_seqs: maximum sequences per step.

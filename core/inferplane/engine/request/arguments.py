@@ -194,6 +194,9 @@ QUANTIZATIONS = {
     "a8w8c8": "int8",
     "a8w8_fp8": "auto",
     "a8w8c8_fp8": "fp8",
+    "a8w4": "auto",
+    "a4w4": "auto",
+    "a4w4_mxfp4": "auto",
     "a8w8_fp8_wint4": "auto",
 }
 """Name -> `kv_cache_dtype` that belongs to it: c8 is a cache in 8 bits, of the kind of the products; auto: any."""
@@ -207,6 +210,9 @@ SIMILAR = {
     "w4a16_mxfp4": "weight_only_mxfp4",
     **dict.fromkeys(("nvfp4", "w4a16_nvfp4", "nvfp4a16"), "weight_only_nvfp4"),
     "w8a8": "a8w8",
+    **dict.fromkeys(("w4a8", "w4a8_int8", "w4aint8"), "a8w4"),
+    **dict.fromkeys(("w4a4", "w4a4_int4", "quarot"), "a4w4"),
+    **dict.fromkeys(("mxfp4", "w4a4_mxfp4"), "a4w4_mxfp4"),
     "w8a8c8": "a8w8c8",
     **dict.fromkeys(("block_wise_fp8", "w8a8_fp8", "fp8_w8a8"), "a8w8_fp8"),
 }

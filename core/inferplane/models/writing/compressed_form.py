@@ -10,6 +10,9 @@
 | fp8_row | weight e4m3 `[N, K]`, weight_scale float32 `[N, 1]` | float-quantized |
 | fp8_block | weight, weight_scale float32 `[N / 128, K / 128]` | float-quantized |
 
+Integers of 4 bits that are multiplied by activations in int8 are stored one a byte, as int8_row is and with the scales
+of their format: so compressed-tensors writes them, and vLLM reads them. Beside activations in int4 they are packed.
+
 A checkpoint whose quantized weights are all FP8 in blocks has DeepSeek's form: `weight_scale_inv` for the scales, and
 `quant_method` "fp8". Scales of integers are float16 where that holds them all, else float32.
 
@@ -89,13 +92,27 @@ def find_storable(format: str, columns: int) -> str:
     return PLAIN
 
 
-def plan_tensors(name: str, format: str, shape: tuple[int, ...], *, deepseek: bool) -> Iterator[PlannedTensor]:
+Quants = Mapping[str, ActivationQuant]
+"""Format of weights -> quantization of the activations that they are multiplied by."""
+
+
+def find_form(format: str, quants: Quants) -> str:
+    """compressed-tensors' name for the form in which weights of a format, one of `FORMS`, are stored."""
+    quant = quants.get(format)
+    is_wide = quant is not None and quant.format == "int8" and FORMS[format] == "pack-quantized"
+    return "int-quantized" if is_wide else FORMS[format]
+
+
+def plan_tensors(
+    name: str, format: str, shape: tuple[int, ...], quants: Quants, *, deepseek: bool
+) -> Iterator[PlannedTensor]:
     """The tensors of a weight that `split` will give.
 
     Args:
         name: of the weight.
         format: one of `FORMS`.
         shape: `[N, K]`.
+        quants: of activations.
         deepseek: in DeepSeek's form.
     """
     n, k = shape
@@ -108,7 +125,7 @@ def plan_tensors(name: str, format: str, shape: tuple[int, ...], *, deepseek: bo
         if format == "nvfp4":
             yield PlannedTensor(f"{module}.weight_global_scale", (1,), 4)
         return
-    if FORMS[format] == "pack-quantized":
+    if find_form(format, quants) == "pack-quantized":
         words = (n, -(-k * bits // WORD_BITS))
         yield PlannedTensor(f"{module}.weight_packed", words, 4 * math.prod(words), torch.int32)
         yield PlannedTensor(f"{module}.weight_shape", (2,), 16)
@@ -118,7 +135,7 @@ def plan_tensors(name: str, format: str, shape: tuple[int, ...], *, deepseek: bo
 
 
 def split(
-    name: str, q: QTensor, format: str, *, deepseek: bool, factor: torch.Tensor | None = None
+    name: str, q: QTensor, format: str, quants: Quants, *, deepseek: bool, factor: torch.Tensor | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a quantized weight, by name.
 
@@ -126,6 +143,7 @@ def split(
         name: of the weight.
         q: `[N, K]`, symmetric.
         format: one of `FORMS`.
+        quants: of activations.
         deepseek: in DeepSeek's form.
         factor: of the scales of NVFP4, a power of two; None: the weight's own.
     """
@@ -134,7 +152,7 @@ def split(
     if format in E2M1:
         yield from _split_e2m1(name, q, format, factor)
         return
-    if FORMS[format] == "pack-quantized":
+    if find_form(format, quants) == "pack-quantized":
         yield f"{module}.weight_packed", pack_words(q.data, FORMATS[format][1])
         yield f"{module}.weight_shape", torch.tensor(q.shape)
     else:
@@ -227,9 +245,7 @@ def pack_words(data: torch.Tensor, bits: int) -> torch.Tensor:
     return padded.contiguous().view(torch.int32)
 
 
-def describe(
-    formats: Mapping[str, str], quants: Mapping[str, ActivationQuant], *, deepseek: bool, plain: list[str]
-) -> dict[str, Any]:
+def describe(formats: Mapping[str, str], quants: Quants, *, deepseek: bool, plain: list[str]) -> dict[str, Any]:
     """The `quantization_config` of a checkpoint.
 
     Args:
@@ -252,11 +268,11 @@ def describe(
         groups[f"group_{number}"] = {
             "targets": patterns[format],
             "weights": _describe_weights(format),
-            "input_activations": _describe_activations(format, quants.get(format)),
+            "input_activations": describe_activations(format, quants.get(format)),
             "output_activations": None,
-            "format": FORMS[format],
+            "format": find_form(format, quants),
         }
-    forms = {FORMS[format] for format in formats.values()}
+    forms = {find_form(format, quants) for format in formats.values()}
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
@@ -284,11 +300,16 @@ def _describe_weights(format: str) -> dict[str, Any]:
     return {**found, "strategy": "group", "group_size": columns} if columns else {**found, "strategy": "channel"}
 
 
-def _describe_activations(format: str, quant: ActivationQuant | None) -> dict[str, Any] | None:
-    """None also for integers of 4 bits: beside other activations compressed-tensors reads them one a byte."""
-    if quant is None or FORMATS[format][1] < 8:
+def describe_activations(format: str, quant: ActivationQuant | None) -> dict[str, Any] | None:
+    """The `input_activations` of a group. None also for FP8 beside integers of 4 bits, which is not read."""
+    if quant is None or (quant.format == "fp8" and FORMATS[format][1] < 8):
         return None
-    found = {"num_bits": 8, "type": "int" if quant.format == "int8" else "float", "symmetric": True, "dynamic": True}
+    if quant.format == "mxfp4":
+        scales = {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+        known = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": True}
+        return {**known, "strategy": "group", "group_size": quant.group, **scales}
+    bits, kind = (4 if quant.format == "int4" else 8), "float" if quant.format == "fp8" else "int"
+    found = {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": True}
     return {**found, "strategy": "group", "group_size": quant.group} if quant.group else {**found, "strategy": "token"}
 
 

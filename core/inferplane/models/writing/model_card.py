@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from inferplane.models.writing.compressed_form import plan_tensors
+from inferplane.models.writing.compressed_form import Quants, describe_activations, plan_tensors
 
 CARD = """---
 base_model: {source}
@@ -45,7 +45,7 @@ class CardFacts:
         fallbacks: `(requested format, that of the copy)` -> number of weights.
         files: that it was made from.
         deepseek: the copy has DeepSeek's form.
-        has_plain_activations: activations before weights of 4 bits are quantized at load alone.
+        quants: format of weights -> quantization of activations.
         how: how weights were rounded. paragraphs: further ones.
         kv_dtype: KV dtype for which there are static scales; "": there are none.
     """
@@ -57,7 +57,7 @@ class CardFacts:
     fallbacks: Mapping[tuple[str, str], int]
     files: Sequence[Path]
     deepseek: bool
-    has_plain_activations: bool
+    quants: Quants
     how: str = UNCALIBRATED
     paragraphs: Sequence[str] = field(default_factory=tuple)
     kv_dtype: str = ""
@@ -76,14 +76,14 @@ def write_card(facts: CardFacts, name: str, version: str) -> str:
     for weight, format in facts.formats.items():
         shape = facts.shapes[weight]
         parameters[format] += math.prod(shape)
-        of_weight = plan_tensors(weight, format, (shape[0], shape[1]), deepseek=facts.deepseek)
+        of_weight = plan_tensors(weight, format, (shape[0], shape[1]), facts.quants, deepseek=facts.deepseek)
         nbytes[format] += sum(planned.max_bytes for planned in of_weight)
     rows = [f"| {f} | {n:,} | {parameters[f]:,} | at most {nbytes[f]:,} |" for f, n in sorted(counts.items())]
     notes = [
         f"{count} weights are in {new}, because their columns are not whole groups of {old}.\n\n"
         for (old, new), count in sorted(facts.fallbacks.items())
     ]
-    if facts.has_plain_activations:
+    if any(describe_activations(f, facts.quants[f]) is None for f in counts if f in facts.quants):
         notes.append(
             f"Activations before weights of 4 bits are quantized with `quantization={facts.scheme!r}` at load; "
             "compressed-tensors cannot state it.\n\n"

@@ -241,7 +241,7 @@ class QuantizedCopy:
         for name in self.names:
             shape = self.source.shape(name) or ()
             if name in self.formats:
-                found += plan_tensors(name, self.formats[name], (shape[0], shape[1]), deepseek=self._deepseek_form)
+                found += plan_tensors(name, self.formats[name], shape[:2], self.quants, deepseek=self._deepseek_form)
             else:
                 nbytes = count_bytes(shape, self._dtype_of(name))
                 found.append(PlannedTensor(name, find_published_shape(name, shape), nbytes))
@@ -264,7 +264,7 @@ class QuantizedCopy:
         for count, name in enumerate(self.names, 1):
             if name in self.formats:
                 form, factor = self.formats[name], self._factors.find(name)
-                yield from split(name, self._read(name), form, deepseek=self._deepseek_form, factor=factor)
+                yield from split(name, self._read(name), form, self.quants, deepseek=self._deepseek_form, factor=factor)
             else:
                 yield name, self._read_plain(name)
             if progress is not None:
@@ -385,7 +385,7 @@ class QuantizedCopy:
             self.fallbacks,
             self.origin.files,
             self._deepseek_form,
-            any(FORMS[f] == "pack-quantized" and f in self.quants for f in set(self.formats.values())),
+            self.quants,
             UNCALIBRATED if calibrated is None else calibrated.how,
             () if calibrated is None else calibrated.paragraphs,
             self.kv_dtype or "",
