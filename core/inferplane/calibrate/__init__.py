@@ -3,7 +3,7 @@
 from inferplane.calibrate.catalog import load_methods
 from inferplane.calibrate.observe import Inputs
 from inferplane.calibrate.recipe import Channels, Method, Recipe, WeightToRound, make_recipe
-from inferplane.calibrate.rotate import rotate
+from inferplane.calibrate.rotate import rotate, rotates_inner
 from inferplane.calibrate.rotations import Rotation
 from inferplane.calibrate.run import CalibratedTensors, CalibrationSettings, calibrate
 from inferplane.calibrate.texts import draw_windows, read_texts, slice_windows
@@ -23,5 +23,6 @@ __all__ = [
     "make_recipe",
     "read_texts",
     "rotate",
+    "rotates_inner",
     "slice_windows",
 ]

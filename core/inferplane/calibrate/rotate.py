@@ -1,5 +1,8 @@
 """Rotates a model's residual stream, and the values of its attention, by its weights alone: what it computes stays.
 
+Where activations are quantized to 4 bits, what the second product of a gated MLP reads is rotated too, while running
+(`rotated_activation`): the checkpoint states it.
+
 The hidden states are multiplied by an orthogonal matrix Q. RMS norms do not see it once their gain is in the products
 behind them: products that read the stream take `W diag(gain) Q`, those that add to it `Q^T W`. Which is which is found
 by running each layer (`NormReaders`), and each rotated layer is compared with the layer as it is.
@@ -21,12 +24,17 @@ from inferplane.errors import UnsupportedModelError
 from inferplane.models.build import Build
 from inferplane.models.reading.config import Config
 from inferplane.models.registry import build
+from inferplane.models.writing.compressed_form import find_patterns
 from inferplane.models.writing.fused_names import is_stored_within, list_parts
 from inferplane.models.writing.model_to_quantize import ModelToQuantize
-from inferplane.ops import CausalLM, Op
+from inferplane.ops import CausalLM, Op, RotatedActivation
 from inferplane.ops.basic import RMSNorm
+from inferplane.quant.online import find_scheme
+from inferplane.quant.transforms import TRANSFORMS, describe_rotations
 from inferplane.types import Weight
 
+DOWN = ".down_proj.weight"
+"""Ends the names of weights whose input can be rotated while running."""
 UNTIED = {"tie_word_embeddings": False}
 """The head reads the stream behind a norm, the embedding writes it: rotated, they are two tensors."""
 
@@ -37,6 +45,8 @@ def rotate(
     seed: int = 0,
     plugins: Mapping[str, Any] | None = None,
     make: Callable[[int, int], Rotation] = Rotation,
+    *,
+    inner: bool = False,
 ) -> ModelToQuantize:
     """The same model with a rotated residual stream and rotated values, read from the same files.
 
@@ -46,6 +56,7 @@ def rotate(
         seed: of the rotation.
         plugins: model families of plugins.
         make: makes the rotation, from the number of channels and the seed.
+        inner: rotate what the second products of gated MLPs read, while running.
 
     Raises:
         UnsupportedModelError: the model is quantized, or a rotation would change what it computes; says where.
@@ -53,8 +64,10 @@ def rotate(
     """
     if model.config.get("quantization_config"):
         raise UnsupportedModelError(f"{model.name} is quantized.", remedy="rotate the model that it was made of")
-    config = Config({**model.config, **UNTIED}, model.config.name)
     before = build(Build(model.config, positions=len(ids)), plugins)
+    blocks = _find_blocks(before) if inner else {}
+    changes = {**UNTIED, **_state_blocks(blocks)}
+    config = Config({**model.config, **changes}, model.config.name)
     after = build(Build(config, positions=len(ids)), plugins)
     if before.mtp:
         raise UnsupportedModelError(
@@ -62,12 +75,36 @@ def rotate(
             remedy="quantize without a rotation, or take a copy without them",
         )
     rotating = _RotatingModel(
-        model.name, LayeredModel(before, model.source, {}), after, make(_width(before), seed), ids
+        model.name, LayeredModel(before, model.source, {}), after, make(_width(before), seed), ids, blocks
     )
     rotating.run()
-    changes, aliases = dict(rotating.changes), rotating.aliases
-    _include_wholes(changes, rotating.source())
-    return replace(model, config=config, source=RotatedSource(model.source, changes, aliases), changes=UNTIED)
+    found, aliases = dict(rotating.changes), rotating.aliases
+    _include_wholes(found, rotating.source())
+    return replace(model, config=config, source=RotatedSource(model.source, found, aliases), changes=changes)
+
+
+def _find_blocks(model: CausalLM) -> dict[str, int]:
+    """Tensors of the second products of gated MLPs -> the largest power of two that divides their columns."""
+    found = {}
+    for _, op in model.sites():
+        if op.is_gated_mlp and not isinstance(op.act, RotatedActivation):  # type: ignore[attr-defined]
+            for part in op.down.weight.parts:  # type: ignore[attr-defined]
+                columns = op.down.weight.shape[-1]  # type: ignore[attr-defined]
+                found[part] = columns & -columns
+    return {part: block for part, block in found.items() if block > 1 and part.endswith(DOWN)}
+
+
+def _state_blocks(blocks: Mapping[str, int]) -> dict[str, Any]:
+    """The entry of the config that says how inputs are rotated; empty without any."""
+    patterns = find_patterns({part.removesuffix(".weight"): str(block) for part, block in blocks.items()})
+    stated = {int(block): targets for block, targets in patterns.items()}
+    return {TRANSFORMS: describe_rotations(stated)} if stated else {}
+
+
+def rotates_inner(scheme: str) -> bool:
+    """Whether a scheme loses so much in the second products of MLPs that their inputs are rotated while running: those
+    that quantize activations to 4 bits."""
+    return any(quant.format in ("int4", "mxfp4") for quant in find_scheme(scheme).activation_quants.values())
 
 
 def _width(model: CausalLM) -> int:
@@ -80,13 +117,21 @@ class _RotatingModel:
     Args:
         name: of the model. before: as it is. after: its tree of ops where the head is a tensor of its own.
         rotation: of the residual stream. ids: what layers are compared on.
+        blocks: tensors whose input is rotated while running -> columns that are rotated together.
 
     Attributes: `changes`, by tensor; `aliases`, the head's tensor -> the embedding's.
     """
 
     def __init__(
-        self, name: str, before: LayeredModel, after: CausalLM, rotation: Rotation, ids: Sequence[int]
+        self,
+        name: str,
+        before: LayeredModel,
+        after: CausalLM,
+        rotation: Rotation,
+        ids: Sequence[int],
+        blocks: Mapping[str, int],
     ) -> None:
+        self.blocks = blocks
         self.name, self.before, self.tree, self.rotation, self.ids = name, before, after, rotation, ids
         self.changes: dict[str, Rotated] = {}
         self.aliases: dict[str, str] = {}
@@ -130,7 +175,10 @@ class _RotatingModel:
         stream = dict(_changes_of_stream(layer, readers, products, values, self.rotation))
         inside = dict(_changes_of_values(layer, stream, set(self.before.source.names())))
         for extra in (inside, {}):
-            self.changes.update(stream | extra)
+            found_here = stream | extra
+            for part in {part for _, w in layer.weights() for part in w.parts} & self.blocks.keys():
+                found_here[part] = replace(found_here.get(part, Rotated()), block=self.blocks[part])
+            self.changes.update(found_here)
             rotated = self._rotate_state(hidden)
             found = run_layer(after, bind(after, self._after().load(after)), rotated, self.ids).total()
             if self._is_same(found, result.total()):

@@ -12,18 +12,11 @@ import torch
 
 from inferplane.binding import TensorSource
 from inferplane.errors import CheckpointError
+from inferplane.ops import make_hadamard, rotate_blocks
 from inferplane.types import Shard
 
 LARGEST_FACTOR = 128
 """Most rows of a Hadamard matrix that is multiplied as one; larger ones are products of such."""
-
-
-def make_hadamard(size: int) -> torch.Tensor:
-    """Sylvester's Hadamard matrix of a power of two, with rows of length 1, float64 `[size, size]`."""
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    while len(matrix) < size:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return matrix / size**0.5
 
 
 class Rotation:
@@ -75,6 +68,7 @@ class Rotated:
         gain: columns are multiplied by this first, `[K]`: what a norm in front of them would do.
         columns: columns are rotated. rows: rows are.
         head_rows: rows are rotated, those of each head apart. head_columns: columns, those of each head apart.
+        block: so many columns are multiplied by a Hadamard matrix, as `rotated_activation` does; 0: none.
         ones: what each entry becomes, whatever it was: a norm whose gain the readers have; None: nothing of the kind.
     """
 
@@ -83,6 +77,7 @@ class Rotated:
     rows: Rotation | None = None
     head_rows: Rotation | None = None
     head_columns: Rotation | None = None
+    block: int = 0
     ones: float | None = None
 
     def apply(self, value: torch.Tensor) -> torch.Tensor:
@@ -96,6 +91,8 @@ class Rotated:
             value = self.columns.columns(value)
         if self.head_columns is not None:
             value = self.head_columns.columns(value.unflatten(-1, (-1, self.head_columns.size))).flatten(-2)
+        if self.block:
+            value = rotate_blocks(value, self.block)
         if self.head_rows is not None:
             heads = value.unflatten(0, (-1, self.head_rows.size)).transpose(0, 1)
             value = self.head_rows.rows(heads).transpose(0, 1).flatten(0, 1)

@@ -22,12 +22,19 @@ from inferplane.models.registry import build
 from inferplane.models.writing.kv_scales import PARTS
 from inferplane.models.writing.quantize import QuantizedCopy
 from inferplane.quant import READERS
+from inferplane.quant.transforms import TRANSFORMS
 from inferplane.types import PLAIN, QTensor
 
 Progress = Callable[[int, int], None]
 ROTATED = (
     "The residual stream and the values of attention are rotated, without changing float32 results by more than "
     "1e-5; so the embedding and the head are two tensors."
+)
+
+
+ROTATED_INNER = (
+    "What down_proj of an MLP reads is multiplied by a Hadamard matrix while running, as the config's transform_config "
+    "says."
 )
 
 
@@ -56,9 +63,12 @@ class CalibratedTensors:
     Args:
         partial: the folder that holds it.
         settings: how it was made.
+        rotates_inner: what the second products of MLPs read is rotated while running.
     """
 
-    def __init__(self, partial: PartialCalibration, settings: CalibrationSettings) -> None:
+    def __init__(
+        self, partial: PartialCalibration, settings: CalibrationSettings, *, rotates_inner: bool = False
+    ) -> None:
         self._partial = partial
         windows, names = settings.windows, ", ".join(settings.recipe.names) or "nearest"
         tokens = sum(map(len, windows))
@@ -71,6 +81,7 @@ class CalibratedTensors:
             f"SHA-256 of the windows' token ids: `{hash_windows(windows)}`. Texts: {', '.join(settings.data) or '-'}.",
             f"What quantizing each layer added, as squares of the error over squares of its result: {losses}.",
             *([ROTATED] if settings.recipe.rotation is not None else []),
+            *([ROTATED_INNER] if rotates_inner else []),
             *_describe_cache(partial),
             *([f"Channels were rescaled in {folded} places, without changing float32 results."] if folded else []),
         ]
@@ -136,7 +147,7 @@ def calibrate(
             partial.add(calibrator.calibrate_layer(layer), calibrator.hidden)
         if progress is not None:
             progress(number + 1, len(model.layers))
-    return CalibratedTensors(partial, settings)
+    return CalibratedTensors(partial, settings, rotates_inner=TRANSFORMS in copy.origin.changes)
 
 
 def _describe_cache(partial: PartialCalibration) -> Iterator[str]:

@@ -24,10 +24,12 @@ from inferplane.ops import (
     Linear,
     LMHead,
     RMSNorm,
+    RotatedActivation,
     SiluMul,
     WidthRMSNorm,
 )
 from inferplane.ops.formats import join_formats
+from inferplane.quant.transforms import InputRotation, find_rotations
 from inferplane.types import PLAIN, WHOLE, ActivationQuant, Placement, Shard, StoredWidths, Weight
 
 HEAD = "lm_head"
@@ -102,6 +104,7 @@ class Build:
         axis: int | None = None,
         shards: tuple[Shard, ...] | None = None,
         rows: tuple[int, ...] = (),
+        rotates: bool = False,
         **options: Any,
     ) -> Weight:
         """Declare a weight that stacks the tensors `name.weight`.
@@ -112,11 +115,21 @@ class Build:
             axis: the axis that is divided over the tensor-parallel ranks; None: not divided.
             shards: the slice to read of each part, where `axis` does not say it.
             rows: rows of each part on this rank; by default the parts have equally many.
+            rotates: what it is multiplied by is rotated where the checkpoint says so.
             options: further fields of `Weight`.
 
         Raises:
             CheckpointError: the parts are stored in different formats.
+            UnsupportedModelError: the checkpoint says that its input is rotated, and it is not.
         """
+        names = tuple(names)
+        for name in names if self._rotations and not rotates else ():
+            if any(rotation.includes(name) for rotation in self._rotations):
+                raise UnsupportedModelError(
+                    f"{self.config.name}: the checkpoint says that the input of {name} is rotated while running.",
+                    there_is="rotations before down_proj of gated MLPs",
+                    remedy="take a checkpoint that was quantized without it",
+                )
         parts = tuple(f"{name}.weight" for name in names)
         formats = {self.format_of(part) for part in parts}
         if len(formats) > 1 and (joined := join_formats(formats)) is not None:
@@ -166,6 +179,7 @@ class Build:
         axis: int | None = None,
         bias: bool = False,
         shards: tuple[Shard, ...] | None = None,
+        rotates: bool = False,
         **options: Any,
     ) -> Linear:
         """Declare a linear layer whose weight stacks the rows of several checkpoint tensors.
@@ -178,6 +192,7 @@ class Build:
                 only the first rank adds the bias.
             bias: whether the layer has a bias.
             shards: the slice to read of each part, where `axis` does not say it.
+            rotates: its input is rotated where the checkpoint says so.
             options: further fields of `Linear`.
         """
         total, each = (rows, (rows // len(names),) * len(names)) if isinstance(rows, int) else (sum(rows), rows)
@@ -185,7 +200,8 @@ class Build:
         if bias and not (axis == 1 and self.placement.tp_rank):
             shard = shards or self.shard(0 if axis == 0 else None)
             biases = Weight(tuple(f"{name}.bias" for name in names), (total,), shard=shard, rows=each)
-        return Linear(self.weight(names, (total, columns), axis, shards, each), biases, **options)
+        weight = self.weight(names, (total, columns), axis, shards, each, rotates=rotates)
+        return Linear(weight, biases, **options)
 
     def router(self, name: str, experts: int, width: int) -> Linear:
         """Declare a router: a linear layer that computes its result in float32."""
@@ -274,12 +290,30 @@ class Build:
         self.config.refuse(hidden_act=ACTIVATION_NAMES[act])
         mine = self.local_size(entry, inner)
         parts = [f"{name}.gate_up_proj"] if fused else [f"{name}.gate_proj", f"{name}.up_proj"]
+        plain = SiluMul() if act == "silu" else ActivationMul(act)
+        block = self._find_rotation(f"{name}.down_proj", mine)
         return GatedMLP(
             gate_up=self.linear(*parts, rows=2 * mine, columns=width, axis=0, bias=bias),
-            down=self.linear(f"{name}.down_proj", rows=width, columns=mine, axis=1, bias=bias),
-            act=SiluMul() if act == "silu" else ActivationMul(act),
+            down=self.linear(f"{name}.down_proj", rows=width, columns=mine, axis=1, bias=bias, rotates=True),
+            act=RotatedActivation(plain, block) if block else plain,
             reduce=self.reduce(),
         )
+
+    def _find_rotation(self, module: str, columns: int) -> int:
+        """How many of a module's columns on this rank read what a rotation mixes; 0: it reads its input as it is."""
+        found = {r.block or columns for r in self._rotations if r.includes(module)}
+        if len(found) > 1 or any(columns % block or block & (block - 1) for block in found):
+            sizes = ", ".join(map(str, sorted(found)))
+            raise UnsupportedModelError(
+                f"{self.config.name}: {module} reads {columns} columns that are rotated in blocks of {sizes}.",
+                there_is="blocks of one size, a power of two that divides the columns of each rank",
+                remedy="take fewer ranks, or a checkpoint with other blocks",
+            )
+        return found.pop() if found else 0
+
+    @cached_property
+    def _rotations(self) -> tuple[InputRotation, ...]:
+        return find_rotations(self.config)
 
     def embedding(self, name: str, vocab: int, width: int) -> Embedding:
         """Declare the token embedding; each rank has a range of the vocabulary."""

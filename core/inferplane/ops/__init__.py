@@ -12,6 +12,7 @@ from inferplane.ops.forms.hybrid import HybridBlock
 from inferplane.ops.forms.layers import BlockLayer, ParallelLayer, ResidualLayer
 from inferplane.ops.forms.mlp import MLP
 from inferplane.ops.forms.norms import AddNorm, LayerNorm, WidthRMSNorm
+from inferplane.ops.forms.rotated_activation import RotatedActivation, make_hadamard, rotate_blocks
 from inferplane.ops.forms.rotation import PartialRope, PrepareAttention
 from inferplane.ops.forms.scaled import ScaledEmbedding, ScaledHead
 from inferplane.ops.kv_write import KVWrite
@@ -84,6 +85,7 @@ __all__ = [
     "RecurrentBlock",
     "ResidualLayer",
     "Rope",
+    "RotatedActivation",
     "Sample",
     "SampleTokens",
     "ScaledEmbedding",
@@ -99,7 +101,9 @@ __all__ = [
     "each_range",
     "encode",
     "extension",
+    "make_hadamard",
     "mask_pairs",
     "placeholder",
+    "rotate_blocks",
     "values",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,9 @@ from inferplane.ops.quantize import Quantize
 from inferplane.renamed import old_names
 from inferplane.types import Batch, Weight
 from inferplane.types.batch import Query, make_batch
+
+if TYPE_CHECKING:
+    from inferplane.ops.forms.rotated_activation import RotatedActivation
 
 OLD_LINEAR = {"act": "activation_quant", "act_group": "activation_group"}
 """Fields of `Linear` in plugin API 1.0, which kernels of a linear read from its view too."""
@@ -214,7 +217,7 @@ class GatedMLP(Op, name="gated_mlp"):
 
     gate_up: Linear
     down: Linear
-    act: SiluMul | ActivationMul = SiluMul()
+    act: SiluMul | ActivationMul | RotatedActivation = SiluMul()
     reduce: AllReduce | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from inferplane.errors import UnsupportedModelError, warn
+from inferplane.quant.transforms import TRANSFORMS, read_rotations
 
 CONFIG_KEYS = (
     "config_groups", "format", "global_compression_ratio", "ignore", "kv_cache_scheme", "quant_method",
@@ -96,9 +97,8 @@ def check_instructions(method: str, settings: Mapping[str, Any]) -> None:
 def _instructions(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Entries of a compressed-tensors config that are not carried out, with their values; empty values do nothing."""
     yield from ((key, value) for key, value in settings.items() if key not in CONFIG_KEYS)
-    transforms = settings.get("transform_config")
-    if transforms and (not isinstance(transforms, Mapping) or transforms.get("config_groups", transforms)):
-        yield "transform_config", transforms
+    if read_rotations(settings.get(TRANSFORMS)) is None:
+        yield TRANSFORMS, settings[TRANSFORMS]
     sparsity = settings.get("sparsity_config")
     if sparsity and (not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense"):
         yield "sparsity_config", sparsity

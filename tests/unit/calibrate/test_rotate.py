@@ -7,17 +7,32 @@ import json
 import pytest
 import torch
 
-from inferplane.calibrate import CalibrationSettings, Rotation, calibrate, load_methods, make_recipe, rotate
+from inferplane import LLM
+from inferplane.calibrate import (
+    CalibrationSettings,
+    Rotation,
+    calibrate,
+    load_methods,
+    make_recipe,
+    rotate,
+    rotates_inner,
+)
 from inferplane.calibrate.layers import LayeredModel
 from inferplane.calibrate.rotations import Rotated, RotatedSource
 from inferplane.engine import ModelFiles
 from inferplane.errors import UnsupportedModelError
 from inferplane.models.build import Build
 from inferplane.models.registry import build
+<<<<<<< HEAD
 from inferplane.models.writing.model_to_quantize import ModelToQuantize
 from inferplane.models.writing.quantize import quantize_checkpoint
+=======
+from inferplane.models.writing.quantize import ModelToQuantize, quantize_checkpoint
+from inferplane.ops import RotatedActivation
+>>>>>>> 01334b9d (Let rotate mix what down_proj reads for 4-bit activations)
 from inferplane.plugins import host
 from inferplane.types import Shard
+from tests.e2e.tiny_models import llama_config, random_model
 from tests.families.cases import ALL_CASES, make
 from tests.unit.calibrate.test_layers import logits_by_layers
 
@@ -100,6 +115,56 @@ def test_written_with_two_tensors_for_embedding_and_head(tmp_path):
     assert "embedding and the head are two tensors" in (tmp_path / "copy" / "README.md").read_text()
     files = ModelFiles(tmp_path / "copy")
     assert "lm_head.weight" in " ".join(files.source().names())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma", "mixtral", "deepseek_v2", "qwen2_moe", "phi3"])
+def test_what_down_reads_is_rotated_while_running(family, tmp_path):
+    """In dense MLPs and shared experts, and logits stay."""
+    make(family, next(iter(ALL_CASES[family])), tmp_path)
+    origin = origin_of(tmp_path)
+    ids = random_ids(int(origin.config["vocab_size"]))
+    rotated = rotate(origin, ids, 1, inner=True)
+    want, got = (logits_by_layers(layered(each), ids[::-1]) for each in (origin, rotated))
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+    tree = layered(rotated).model
+    acts = [op.act for _, op in tree.sites() if op.is_gated_mlp]
+    assert all(isinstance(act, RotatedActivation) and act.block > 1 for act in acts)
+    assert ("transform_config" in rotated.changes) == bool(acts) == (family != "mixtral")
+
+
+def test_a_copy_states_its_rotation_and_answers_with_it(tmp_path):
+    config = llama_config(hidden_size=128, intermediate_size=192, tie_word_embeddings=False)
+    random_model(config, seed=3).save_pretrained(tmp_path / "model")
+    origin = origin_of(tmp_path / "model")
+    ids = random_ids(int(origin.config["vocab_size"]), 40)
+    recipe = make_recipe(["rotate", "gptq"], load_methods(host().calibration()))
+    settings = CalibrationSettings(recipe, [ids])
+    assert rotates_inner("a4w4") and rotates_inner("a4w4_mxfp4") and not rotates_inner("a8w4")
+    quantize_checkpoint(
+        rotate(origin, ids, inner=True),
+        "a4w4",
+        tmp_path / "copy",
+        "test",
+        None,
+        lambda copy: calibrate(copy, settings, tmp_path / "copy.calibration"),
+    )
+    written = json.loads((tmp_path / "copy" / "config.json").read_text())
+    stated = written["quantization_config"]["transform_config"]
+    assert list(stated["config_groups"]) == ["R4_64"] and "transform_config" not in written
+    assert "is multiplied by a Hadamard matrix while running" in (tmp_path / "copy" / "README.md").read_text()
+    with LLM(tmp_path / "model", device="cpu", dtype="float32") as llm:
+        want = llm.logits([ids])[0].flatten()
+    for dtype, least in (("float32", 0.99), ("bfloat16", 0.95)):
+        with LLM(tmp_path / "copy", device="cpu", dtype=dtype) as llm:
+            got = llm.logits([ids])[0].flatten()
+        assert torch.corrcoef(torch.stack((got, want)))[0, 1] > least
+    # A copy of the copy in another scheme is rotated too.
+    quantize_checkpoint(origin_of(tmp_path / "copy"), "weight_only_int8", tmp_path / "again", "test")
+    written = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert written["quantization_config"]["transform_config"] == stated
+    with LLM(tmp_path / "again", device="cpu", dtype="float32") as llm:
+        got = llm.logits([ids])[0].flatten()
+    assert torch.corrcoef(torch.stack((got, want)))[0, 1] > 0.99
 
 
 def test_quantized_models_are_refused(tmp_path):

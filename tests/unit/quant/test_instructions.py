@@ -18,6 +18,8 @@ GROUP = PACKED["config_groups"]["group_0"]
 FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
 TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 ROTATIONS = {"R1": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input"}]}}
+R4 = {"R4": {"type": "hadamard", "apply": [{"targets": ["re:.*down_proj"], "location": "input"}], "head_dim": 64}}
+FOLDED = {"R1": {"type": "random-hadamard", "apply": [{"targets": ["Linear"], "location": "weight_input"}]}}
 
 
 def group(**changes):
@@ -80,6 +82,7 @@ def test_what_is_not_carried_out_is_refused_by_name(case, names):
         PACKED,
         {**PACKED, "transform_config": {}, "sparsity_config": {}, "kv_cache_scheme": None},
         {**PACKED, "transform_config": {"config_groups": {}}, "sparsity_config": {"format": "dense"}},
+        {**PACKED, "transform_config": {"config_groups": {**R4, **FOLDED}}},
         {**PACKED, "ignore": ["lm_head"], "version": "0.12.2", "global_compression_ratio": 1.5},
         group(weights={**GROUP["weights"], "actorder": "static", "observer": "mse", "observer_kwargs": {"p": 2}}),
         group(weights={**GROUP["weights"], "actorder": "weight", "scale_dtype": None}, output_activations=None),

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
         origin = ModelToQuantize(
             files.name, files.config_of_tensors(), source, files.folder, files.weight_files(), host().models()
         )
-        calibration = None if settings is None else _Calibration(settings, folder, loading.phase)
+        calibration = None if settings is None else _Calibration(settings, args.quantization, folder, loading.phase)
         if calibration is not None:
             screen.note(calibration.describe())
         try:
@@ -156,12 +156,13 @@ class _Calibration:
 
     Args:
         settings: methods and windows.
+        scheme: the quantization scheme.
         out: the new folder.
         say: shows what is done.
     """
 
-    def __init__(self, settings: CalibrationSettings, out: Path, say: Callable[[str], None]) -> None:
-        self.settings, self.say = settings, say
+    def __init__(self, settings: CalibrationSettings, scheme: str, out: Path, say: Callable[[str], None]) -> None:
+        self.settings, self.scheme, self.say = settings, scheme, say
         self.folder = out.with_name(out.name + ".calibration")
 
     def describe(self) -> str:
@@ -172,14 +173,15 @@ class _Calibration:
 
     def prepare(self, origin: ModelToQuantize) -> ModelToQuantize:
         """The model that is quantized: the given one, or the same with a rotated residual stream."""
-        from inferplane.calibrate import rotate
+        from inferplane.calibrate import rotate, rotates_inner
 
         rotation = self.settings.recipe.rotation
         if rotation is None:
             return origin
         self.say("rotating")
         ids = self.settings.windows[0][:ROTATED_TOKENS]
-        return rotate(origin, ids, self.settings.seed, origin.plugins, rotation.run)  # type: ignore[arg-type]
+        inner = rotates_inner(self.scheme)
+        return rotate(origin, ids, self.settings.seed, origin.plugins, rotation.run, inner=inner)  # type: ignore[arg-type]
 
     def run(self, copy: QuantizedCopy) -> CalibratedTensors:
         """Calibrate a copy."""

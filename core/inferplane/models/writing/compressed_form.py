@@ -263,7 +263,7 @@ def describe(formats: Mapping[str, str], quants: Quants, *, deepseek: bool, plai
             "modules_to_not_convert": plain,
         }
     groups = {}
-    patterns = _find_patterns({**formats, **dict.fromkeys(plain, PLAIN)})
+    patterns = find_patterns({**formats, **dict.fromkeys(plain, PLAIN)})
     for number, format in enumerate(sorted(set(formats.values()))):
         groups[f"group_{number}"] = {
             "targets": patterns[format],
@@ -313,7 +313,7 @@ def describe_activations(format: str, quant: ActivationQuant | None) -> dict[str
     return {**found, "strategy": "group", "group_size": quant.group} if quant.group else {**found, "strategy": "token"}
 
 
-def _find_patterns(formats: Mapping[str, str]) -> dict[str, list[str]]:
+def find_patterns(formats: Mapping[str, str]) -> dict[str, list[str]]:
     """Targets by format: a regular expression for modules that differ in numbers alone, where all of them have the
     format; else the modules' names.
 

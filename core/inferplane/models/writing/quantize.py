@@ -50,6 +50,7 @@ from inferplane.models.writing.shared_factors import SharedFactors
 from inferplane.quant import quantize_on_load, read_quant_config, requantize_on_load
 from inferplane.quant.online import max_magnitude
 from inferplane.quant.requantize import requantize
+from inferplane.quant.transforms import TRANSFORMS, take_transforms
 from inferplane.types import PLAIN, QTensor, Shard
 from inferplane.units import format_bytes
 
@@ -337,17 +338,16 @@ class QuantizedCopy:
         entries = {key: value for key, value in entries.items() if key != "compression_config"}
         if "torch_dtype" not in entries and "dtype" not in entries:
             entries["torch_dtype"] = str(self.dtype).removeprefix("torch.")
-        plain = [
-            name.removesuffix(WEIGHT)
-            for name in self.names
-            if name.endswith(WEIGHT) and name not in self.formats and len(self.source.shape(name) or ()) == 2
-        ]
-        plain = [module for module in plain if not module.endswith("embed_tokens")]
+        others = (n for n in self.names if n not in self.formats and not n.endswith("embed_tokens.weight"))
+        matrices = (n for n in others if n.endswith(WEIGHT) and len(self.source.shape(n) or ()) == 2)
+        plain = [name.removesuffix(WEIGHT) for name in matrices]
         modules = {name.removesuffix(WEIGHT): format for name, format in self.formats.items()}
         stated = describe(modules, self.quants, deepseek=self._deepseek_form, plain=plain)
         if self.kv_dtype is not None:
             stated = {**(stated if modules else describe_alone()), "kv_cache_scheme": describe_scheme(self.kv_dtype)}
-        return {**entries, **self.origin.changes, "quantization_config": stated}
+        entries |= self.origin.changes
+        stated |= {TRANSFORMS: stated_rotations} if (stated_rotations := take_transforms(entries)) else {}
+        return {**entries, "quantization_config": stated}
 
     def check(self) -> None:
         """Check that the copy can be read back, by its names and shapes.
