@@ -29,8 +29,8 @@ from inferplane.models.writing.fused_names import is_stored_within, list_parts
 from inferplane.models.writing.model_to_quantize import ModelToQuantize
 from inferplane.ops import CausalLM, Op, RotatedActivation
 from inferplane.ops.basic import RMSNorm
+from inferplane.quant.instructions import TRANSFORMS, describe_rotations
 from inferplane.quant.online import find_scheme
-from inferplane.quant.transforms import TRANSFORMS, describe_rotations
 from inferplane.types import Weight
 
 DOWN = ".down_proj.weight"

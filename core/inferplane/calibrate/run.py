@@ -22,7 +22,7 @@ from inferplane.models.registry import build
 from inferplane.models.writing.kv_scales import PARTS
 from inferplane.models.writing.quantize import QuantizedCopy
 from inferplane.quant import READERS
-from inferplane.quant.transforms import TRANSFORMS
+from inferplane.quant.instructions import TRANSFORMS
 from inferplane.types import PLAIN, QTensor
 
 Progress = Callable[[int, int], None]

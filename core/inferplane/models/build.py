@@ -29,7 +29,7 @@ from inferplane.ops import (
     WidthRMSNorm,
 )
 from inferplane.ops.formats import join_formats
-from inferplane.quant.transforms import InputRotation, find_rotations
+from inferplane.quant.instructions import InputRotation, find_rotations
 from inferplane.types import PLAIN, WHOLE, ActivationQuant, Placement, Shard, StoredWidths, Weight
 
 HEAD = "lm_head"

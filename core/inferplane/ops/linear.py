@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,15 +11,11 @@ import torch.nn.functional as F
 from inferplane.ops.collective import AllReduce
 from inferplane.ops.draw import Draw
 from inferplane.ops.formats import dequantize_rows
-from inferplane.ops.forms.activation import ActivationMul
 from inferplane.ops.op import ACCUMULATED, BLOCK, ROUNDED, Cost, Op, Sample, Workload, placeholder, values
 from inferplane.ops.quantize import Quantize
 from inferplane.renamed import old_names
 from inferplane.types import Batch, Weight
 from inferplane.types.batch import Query, make_batch
-
-if TYPE_CHECKING:
-    from inferplane.ops.forms.rotated_activation import RotatedActivation
 
 OLD_LINEAR = {"act": "activation_quant", "act_group": "activation_group"}
 """Fields of `Linear` in plugin API 1.0, which kernels of a linear read from its view too."""
@@ -217,7 +213,7 @@ class GatedMLP(Op, name="gated_mlp"):
 
     gate_up: Linear
     down: Linear
-    act: SiluMul | ActivationMul | RotatedActivation = SiluMul()
+    act: Op = SiluMul()
     reduce: AllReduce | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

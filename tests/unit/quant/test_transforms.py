@@ -8,7 +8,7 @@ from inferplane.errors import UnsupportedModelError
 from inferplane.models import Build, Config, llama
 from inferplane.models.registry import build
 from inferplane.ops import RotatedActivation
-from inferplane.quant.transforms import (
+from inferplane.quant.instructions import (
     InputRotation,
     describe_rotations,
     find_rotations,

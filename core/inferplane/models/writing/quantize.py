@@ -48,9 +48,9 @@ from inferplane.models.writing.planned_source import PlannedSource, find_publish
 from inferplane.models.writing.safetensors_writer import PlannedTensor, SafetensorsWriter, count_bytes
 from inferplane.models.writing.shared_factors import SharedFactors
 from inferplane.quant import quantize_on_load, read_quant_config, requantize_on_load
+from inferplane.quant.instructions import TRANSFORMS, take_transforms
 from inferplane.quant.online import max_magnitude
 from inferplane.quant.requantize import requantize
-from inferplane.quant.transforms import TRANSFORMS, take_transforms
 from inferplane.types import PLAIN, QTensor, Shard
 from inferplane.units import format_bytes
 
