@@ -111,11 +111,13 @@ ROWS = {
     "KV int4": Row(cache="int4"),
     "KV k8v4": Row(cache="k8v4"),
 }
-BELOW, HALF = "divergence below", "at most half of the loss"
+BELOW, HALF, THIRD = "divergence below", "at most half of the loss", "at most a third of the loss"
+SHARES = {HALF: 1 / 2, THIRD: 1 / 3}
 BARS = (
     ("a8w8+pss", "a8w8+smoothquant", BELOW),
     ("a8w8+smoothquant", "a8w8", BELOW),
     ("int4+gptq", "int4", HALF),
+    *((f"a4w4+rotate+{rounding}", "a4w4", THIRD) for rounding in ("nearest", "gptq")),
     *((f"{format}+gptq", format, HALF) for format in ("nvfp4", "mxfp4")),
     *((f"int4 g{group}+awq+gptq", f"int4 g{group}", HALF) for group in (64, 128)),
     *(
@@ -296,7 +298,7 @@ def table(rows: dict[str, dict]) -> str:
             continue
         mean, low, high = compare(rows, mine, other)
         loss = (rows[mine]["ratio"]["value"] - 1) / (rows[other]["ratio"]["value"] - 1)
-        met = high < 0 if bar == BELOW else loss <= 0.5
+        met = high < 0 if bar == BELOW else loss <= SHARES[bar]
         figures = f"divergence {mean:+.5f} ({low:+.5f} to {high:+.5f}), loss of perplexity x {loss:.2f}"
         lines.append(f"- {mine} against {other}: {figures}; bar: {bar}: {'met' if met else 'NOT met'}")
     for name, limit in LIMITS.items():
