@@ -15,6 +15,7 @@ from inferplane.engine.runner.model_files import ModelFiles
 from inferplane.engine.runner.options import RunnerOptions
 from inferplane.errors import CheckpointError, InferplaneWarning, UsageError
 from inferplane.plugins import host
+from tests.e2e.drafters import eagle_head
 from tests.e2e.tiny_models import config_of, make, random_model
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_model_len": 200}
@@ -154,6 +155,32 @@ def test_layers_that_share_memory_have_their_own(tmp_path):
         assert cache.num_tables == 4 and len(cache.storages()) == 2
         assert scales_in(llm) == [pytest.approx(pair) for pair in given.values()]
         assert len(llm.generate([PROMPT], GREEDY)[0].token_ids) == 12
+
+
+def test_a_plain_checkpoint_may_have_them(llama):
+    """Without an entry in its config they are for FP8, as in vLLM; nothing is said of unread tensors."""
+    add_scales(llama, "fp8", {0: (0.05, 0.03), 1: (0.04, 0.06)})
+    config = json.loads((llama / "config.json").read_text())
+    del config["quantization_config"]
+    (llama / "config.json").write_text(json.dumps(config))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with LLM(llama, **OPTIONS, kv_cache_dtype="fp8_static") as llm:
+            assert scales_in(llm)[1] == pytest.approx((0.04, 0.06))
+    assert not [str(w.message) for w in said if "_scale" in str(w.message)]
+
+
+def test_a_head_that_drafts_has_none_of_the_models(llama, tmp_path):
+    """Its files count layers from 0, too."""
+    eagle_head(tmp_path / "head", 64, 160)
+    add_scales(llama, "fp8", {0: (0.05, 0.03), 1: (0.04, 0.06)})
+    eagle = {"method": "eagle", "model": str(tmp_path / "head"), "num_speculative_tokens": 2}
+    with LLM(llama, **OPTIONS, kv_cache_dtype="fp8_static", speculative_config=eagle) as llm:
+        assert scales_in(llm) == [pytest.approx((0.05, 0.03)), pytest.approx((0.04, 0.06)), (1.0, 1.0)]
+        assert len(llm.generate([PROMPT], GREEDY)[0].token_ids) == 12
+    add_scales(llama, "int8", {0: (0.05, 0.03), 1: (0.04, 0.06)})
+    with pytest.raises(UsageError, match=r"A layer that drafts .* has no static scales"):
+        LLM(llama, **OPTIONS, kv_cache_dtype="int8_static", speculative_config=eagle)
 
 
 def test_an_export_brings_them(llama, tmp_path):

@@ -33,6 +33,7 @@ UNREAD = (
 )  # fmt: skip
 """Calibrated scales that may be left unread: those of the cache, which the cache reads by itself where its layout has
 static ones, and those of activations unless the config says that their scales are static."""
+SCALES_OF_CACHE = ("*.k_scale", "*.v_scale", "*.kv_scale")
 BY_MODULE = ("gptq", "awq")
 """Methods whose settings may differ by module (`dynamic`)."""
 PACKED = ".qweight"
@@ -104,7 +105,7 @@ def read_quant_config(
     Source: DeepSeek-V3's README_WEIGHTS.md; the configs of compressed-tensors, vLLM's "fp8", fbgemm_fp8, GPTQ, AWQ.
     """
     if settings is None:
-        return QuantFormats()
+        return QuantFormats(unread=SCALES_OF_CACHE)
     if not isinstance(settings, Mapping):
         raise CheckpointError(
             f"The config's quantization_config is {settings!r}, not an object with entries.",

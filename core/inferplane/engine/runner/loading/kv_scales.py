@@ -72,17 +72,19 @@ def give_scales(cache: KVCache, model: CausalLM, plan: Plan, values: Values) -> 
     """
     if not values:
         return cache
-    own, found = {id(layer) for layer in model.layers}, list[LayerKV]()
+    own, found = {find_layer(layer) for layer in model.layers}, list[LayerKV]()
     with_entries = [layer for layer in (*model.layers, *model.mtp) if layer.kv_requests()]
-    for layer, kv in zip(with_entries, cache.layers, strict=True):
+    of_drafters = sum(bool(layer.kv_requests()) for layer in model.mtp)
+    for number, (layer, kv) in enumerate(zip(with_entries, cache.layers, strict=True)):
         layout, name, count = plan.layouts[kv.request], find_layer(layer), len(kv.request.entry_shapes)
-        scales = values.get(name, ())
+        drafts = number >= len(with_entries) - of_drafters
+        scales = () if drafts and name in own else values.get(name, ())  # a head's files may count from 0 again
         if not layout.has_static_scales:
             found.append(kv)
         elif len(scales) >= count:
             # A latent is what is read as keys, also where it serves as values: its scale is that of K.
             found.append(kv.with_scales(scales[:count]))
-        elif id(layer) in own:
+        elif not drafts:
             raise lacks_scales([name])
         elif layout.kv_dtype != "fp8":
             raise UsageError(
