@@ -19,8 +19,8 @@ from inferplane_dcu.kvcache import LATENTS_FP8, layouts
 from tests.vendors.configs import FAMILIES
 from tests.vendors.dcu import chip, emulated
 from tests.vendors.engine import serve
+from tests.vendors.every.static_scales import check_fp8
 from tests.vendors.profile import DRAFTS
-from tests.vendors.static_scales import check_fp8
 
 pytestmark = chip.whole
 assert emulated.EMULATOR, "its operators are there, whichever test is the first"

@@ -17,9 +17,9 @@ from inferplane.plugin import KVRequest
 from inferplane.types.batch import Query, make_batch
 from inferplane_gcu.kernels import attention_int8
 from inferplane_gcu.kvcache import PAGED_HEADS, STATIC_INT8, layouts
-from tests.vendors.checkpoints import write_checkpoint
 from tests.vendors.configs import FAMILIES
 from tests.vendors.engine import serve
+from tests.vendors.every.checkpoints import write_checkpoint
 from tests.vendors.gcu import emulated
 from tests.vendors.profile import DRAFTS, in_vendor_dtypes
 

@@ -59,14 +59,14 @@ def test_releases_without_scales_of_queries_are_called_without(monkeypatch):
         q, at = torch.zeros(1, 2, 64), attention.AttentionSequences(*torch.zeros(3, 2, dtype=torch.int32), 1, 1)
         attention.varlen(q, q, q, at, 1.0)
         fp8 = q.to(torch.float8_e4m3fn)
-        attention.varlen(q, fp8, fp8, at, 1.0)
+        attention.varlen(q, fp8, fp8, at, 1.0, scales=(torch.tensor([0.5]), torch.tensor([2.0])))
     finally:
         monkeypatch.undo()
         attention._query_scales.cache_clear()
     plain, in_fp8 = (dict(zip([a.name for a in older.arguments], args, strict=True)) for args in given)
     assert plain["softmax_scale"] == in_fp8["softmax_scale"] == 1.0
     assert plain["k_scale"] is plain["v_scale"] is None
-    assert in_fp8["k_scale"].item() == in_fp8["v_scale"].item() == 1.0
+    assert (in_fp8["k_scale"].item(), in_fp8["v_scale"].item()) == (0.5, 2.0)
 
 
 @pytest.mark.parametrize("residual", [False, True], ids=["first", "sum"])

@@ -16,9 +16,9 @@ from inferplane_xpu.intel.kernels import fp8_cache
 from inferplane_xpu.intel.kvcache import BLOCK_TOKENS, PAGED_FP8, layouts
 from tests.vendors.configs import FAMILIES
 from tests.vendors.engine import serve
+from tests.vendors.every.static_scales import check_fp8
 from tests.vendors.intel import emulated
 from tests.vendors.profile import DRAFTS, in_vendor_dtypes
-from tests.vendors.static_scales import check_fp8
 
 pytestmark = in_vendor_dtypes
 assert emulated.EMULATOR, "its operators are there, whichever test is the first"

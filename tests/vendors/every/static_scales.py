@@ -10,7 +10,7 @@ import pytest
 
 from inferplane import LLM, SamplingParams
 from inferplane.engine import InferplaneWarning
-from tests.vendors.checkpoints import write_checkpoint
+from tests.vendors.every.checkpoints import write_checkpoint
 
 PROMPT = list(range(3, 83))
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
