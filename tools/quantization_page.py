@@ -63,6 +63,13 @@ _KUNLUN_CACHE = "the call forms of kunlun_ops' cache writes and attention have n
 _CPU_FP8 = "of x86's units AMX-FP8 alone multiplies FP8 by FP8, and no kernel here uses it"
 _INTEL_FP8 = "cutlass_grouped_gemm_interface has an argument for the scales of activations in FP8 and does not read it"
 _NO_FP4 = "no product of 16 bits with weights in FP4 is bound"
+_CUDA_4 = "the backend's kernels quantize activations to FP8 and int8, and multiply int4 by FP8 (`a8w8_fp8_wint4`)"
+_GCU_4 = (
+    "of vllm-gcu's products with int4, experts alone take activations of 8 bits, in FP8 (fused_moe_quant_kernel_ex)"
+)
+_NPU_4 = "no form of npu_quant_matmul with int4 is bound"
+_NPU_4_EXPERTS = "no form of npu_grouped_matmul with int4 beside activations of 4 or 8 bits is bound"
+_INTEL_4 = "no product with activations of 4 bits is bound"
 REASONS: Mapping[tuple[str, str, str], str] = {
     ("npu", "linear", "fp8"): "npu_quant_matmul takes FP8 on the 950 alone",
     ("npu", "moe_experts", "fp8"): "npu_grouped_matmul takes FP8 on the 950 alone",
@@ -84,6 +91,27 @@ REASONS: Mapping[tuple[str, str, str], str] = {
         "moe_experts",
         "activations fp8 beside int4",
     ): "of npu_grouped_matmul's forms FP8 by FP8 is bound, none with int4 beside FP8",
+    **{
+        (device, op, f"activations {left} beside int4"): reason
+        for device, op, reason in (
+            ("cuda", "linear", _CUDA_4),
+            ("cuda", "moe_experts", _CUDA_4),
+            ("gcu", "linear", _GCU_4),
+            ("gcu", "moe_experts", _GCU_4),
+            ("npu", "linear", _NPU_4),
+            ("npu", "moe_experts", _NPU_4_EXPERTS),
+            ("xpu:intel", "moe_experts", _INTEL_FP8),
+        )
+        for left in ("int4", "int8")
+    },
+    ("cuda", "linear", "activations mxfp4 beside mxfp4"): _CUDA_4,
+    ("cuda", "moe_experts", "activations mxfp4 beside mxfp4"): _CUDA_4,
+    ("xpu:intel", "linear", "activations int4 beside int4"): _INTEL_4,
+    (
+        "xpu:intel",
+        "linear",
+        "activations int8 beside int4",
+    ): "int4_gemm_w4a8 (vllm-xpu-kernels at 4543b58) is not bound",
     ("cpu", "linear", "activations fp8 beside fp8"): _CPU_FP8,
     ("cpu", "moe_experts", "activations fp8 beside fp8"): _CPU_FP8,
     ("cpu", "moe_experts", "activations fp8 beside int4"): _CPU_FP8,

@@ -23,13 +23,9 @@ from inferplane.engine import ModelFiles
 from inferplane.errors import UnsupportedModelError
 from inferplane.models.build import Build
 from inferplane.models.registry import build
-<<<<<<< HEAD
 from inferplane.models.writing.model_to_quantize import ModelToQuantize
 from inferplane.models.writing.quantize import quantize_checkpoint
-=======
-from inferplane.models.writing.quantize import ModelToQuantize, quantize_checkpoint
 from inferplane.ops import RotatedActivation
->>>>>>> 01334b9d (Let rotate mix what down_proj reads for 4-bit activations)
 from inferplane.plugins import host
 from inferplane.types import Shard
 from tests.e2e.tiny_models import llama_config, random_model
