@@ -233,6 +233,46 @@ struct Cache {
   }
 };
 
+// Attention over values of 4 bits, and keys of 4 bits or int8, where entries are multiplied as they lie, beside the same
+// with a soft cap that changes nothing, for which they are converted.
+void attention_over_4_bits(bool differences) {
+  for (int32_t length : {1, 20, 300, 600})
+    for (int64_t dim : {32, 96}) {
+      Step step(5, length);
+      const int64_t heads = length == 20 ? 14 : 6, kv = 2, slots = 120 * 16, entries = kv * dim;
+      const int64_t k_groups = differences ? entries / 16 : kv, v_groups = entries / (differences ? 32 : 16);
+      Array<int8_t> k(slots * entries / (differences ? 2 : 1)), v(slots * entries / 2), first(slots / 16 * entries);
+      Array<float> k_scale(slots * kv);
+      Bf16 k_ranges(differences ? 2 * slots * k_groups : 0), v_ranges(2 * slots * v_groups);
+      auto fill = [](auto &to, int64_t n) {
+        for (int64_t i = 0; i < n; i++) to[i] = (int8_t)lrintf(drawn() * 127);
+      };
+      auto fill_ranges = [](Bf16 &to, int64_t n) {  // in float16: 2^-5 and more, -1/4 and less
+        for (int64_t i = 0; i < n; i++) to[i] = (ip_bf16)((i % 2 ? 0xb400 : 0x2800) + (int)(fabsf(drawn()) * 1000));
+      };
+      fill(k, slots * entries / (differences ? 2 : 1)), fill(v, slots * entries / 2), fill(first, slots / 16 * entries);
+      fill_ranges(k_ranges, differences ? 2 * slots * k_groups : 0), fill_ranges(v_ranges, 2 * slots * v_groups);
+      for (int64_t i = 0; i < slots * kv; i++) k_scale[i] = fabsf(drawn()) / 127;
+      ip_cache cache = {(int8_t *)k, (int8_t *)v, entries, entries, differences ? nullptr : (float *)k_scale, nullptr,
+                        k_groups, v_groups, 16};
+      cache.k_kind = differences ? IP_KV_INT4_DIFFERENCES : IP_KV_INT8, cache.v_kind = IP_KV_INT4;
+      cache.v_ranges = v_ranges;
+      if (differences) cache.k_ranges = k_ranges, cache.first = first, cache.first_scale = k_scale;
+      const int64_t n = step.tokens * heads * dim;
+      Bf16 q(n), out(n), converted(n);
+      for (int64_t window : {0, 20}) {
+        ip_attention(q, &step.batch, &cache, heads, kv, dim, dim, 0.2f, window, nullptr, 0, out);
+        ip_attention(q, &step.batch, &cache, heads, kv, dim, dim, 0.2f, window, nullptr, 1e4f, converted);
+        float worst = 0, most = 0;
+        for (int64_t i = 0; i < n; i++) {
+          worst = fmaxf(worst, fabsf(widen(out[i]) - widen(converted[i])));
+          most = fmaxf(most, fabsf(widen(converted[i])));
+        }
+        expect(worst <= 0.03f * most, "attention over 4 bits");
+      }
+    }
+}
+
 void attention(int32_t kind) {
   for (int32_t length : {1, 20, 300, 600})
     for (int64_t dim : {22, 64}) {
@@ -537,6 +577,7 @@ int main() {
     products();
     row_by_row();
     experts();
+    attention_over_4_bits(true), attention_over_4_bits(false);
     for (int32_t kind : {IP_KV_BF16, IP_KV_INT8, IP_KV_FP8}) {
       attention(kind);
       layers(kind);

@@ -2,8 +2,7 @@
 // a plan (attention_plan.h) on all threads of the team; layers and isa_entries.h call it. Scores, softmax and weighted
 // values of a span are computed in float32 by one thread; keys and values are prefetched in between (kv_prefetch.h).
 #pragma once
-#include "attention/int8_scores.h"
-#include "attention/attention_plan.h"
+#include "attention/int4_attention.h"
 
 namespace {
 
@@ -91,43 +90,6 @@ constexpr int narrow_value_registers(int) { return 4; }
 constexpr int wide_value_registers(int rows) { return 8 / rows; }
 constexpr int narrow_value_registers(int rows) { return 8 / rows; }
 #endif
-
-// The query rows of one KV head of a task, in the form that the product with its keys reads: `int16` for int8 keys
-// without tiles, else `rows`.
-struct Queries {
-  ActivationRows rows;
-  Int16Rows int16;
-};
-
-// Lays out m query rows of args.dim entries, where row(i) points to row i, in `s` of the calling thread.
-template <class RowAt>
-inline Queries lay_out_queries(const AttentionArgs &args, Workspace s[2], int64_t m, RowAt row) {
-  if (args.has_int8_keys() && !args.uses_tiles())
-    return {{m, args.dim, 0, nullptr, nullptr, nullptr}, quantize_rows_int16(s, m, args.dim, row)};
-  return {lay_out_rows(s, m, args.dim, row), {}};
-}
-
-// The keys of span number `span` that a task's tokens see, within the window if there is one.
-struct SpanKeys {
-  int64_t begin, from, end;  // where the span begins; the first key that is seen, and the end of those
-  SpanKeys(const AttentionArgs &args, const AttentionTask &t, int64_t span)
-      : begin(span * kSpan), from(args.window ? max64(begin, t.position + 1 - args.window) : begin),
-        end(min64(begin + kSpan, t.position + t.tokens)) {}
-};
-
-// Where the partial results of a unit of work go: part + token * token_stride + head * stride.
-struct PartialResults {
-  float *part;
-  int64_t token_stride, stride;
-};
-
-// A unit of work: one task's tokens and `heads` KV heads from g on, over one span or all spans of the task. q[i] has
-// the query rows of KV head g + i: row t * group + h is token t and the head's query head h.
-struct AttentionUnit {
-  const AttentionTask &t;
-  int64_t g, heads;
-  const Queries *q;  // [heads]
-};
 
 // From the scores of a span, scores[((head - u.g) * m + row) * kSpan + key - begin] with m query rows per KV head, to
 // its partial results at `to`, which are overwritten; scores become weights. values[j] points to the values of key
@@ -374,7 +336,7 @@ inline PrefetchedUnit prefetch_first_unit(Team &team, const AttentionArgs &args,
 template <class Prepare>
 inline void attend(Team &team, const AttentionArgs &args, const AttentionPlan &plan, Prepare prepare,
                    PrefetchedUnit prefetched = {}) {
-  static thread_local Workspace rows[2 * kMaxHeadsPerUnit];
+  static thread_local Workspace rows[kQueryBuffers * kMaxHeadsPerUnit];
   int64_t group = args.heads / args.kv_heads, size = part_size(args), parts = args.kv_heads / plan.heads;
   PrefetchQueue queue;
   team.for_each_chunk(plan.count * parts, 1, [&](int64_t first, int64_t last) {
@@ -389,7 +351,7 @@ inline void attend(Team &team, const AttentionArgs &args, const AttentionPlan &p
       for (int64_t i = 0; i < u.heads; i++) {
         int64_t g = u.g + i;
         prepare(t, g);
-        q[i] = lay_out_queries(args, rows + 2 * i, t.tokens * group, [&](int64_t r) {
+        q[i] = lay_out_queries(args, rows + kQueryBuffers * i, t.tokens * group, [&](int64_t r) {
           return args.q + ((t.first + r / group) * args.heads + g * group + r % group) * args.dim;
         });
       }
@@ -399,7 +361,13 @@ inline void attend(Team &team, const AttentionArgs &args, const AttentionPlan &p
       for (int64_t c = 0; c < t.spans; c++) {
         queue.next_keys =
             c + 1 < t.spans ? prefetch_of_unit(args, plan, n, c + 1) : prefetch_of_unit(args, plan, n + 1);
-        attend_span(args, u, t.span + c, {part + c * args.heads * size, token_stride, size}, queue);
+        const PartialResults to = {part + c * args.heads * size, token_stride, size};
+#if defined(__AVX512VNNI__)
+        if (has_int4_products(args))
+          attend_span_int4(args, u, t.span + c, to);
+        else
+#endif
+          attend_span(args, u, t.span + c, to, queue);
         queue.keys = queue.next_keys;
       }
       prefetched = {n + 1, queue.next_keys};  // the unit that this thread takes next most likely

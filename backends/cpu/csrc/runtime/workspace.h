@@ -59,6 +59,7 @@ constexpr int kMaxAttentionPlans = 8;
 // mixer.
 enum RecurrentSlot {
   kRecurrentState = kLayerTasks + 2 * kMaxAttentionPlans, kRecurrentInputs, kRecurrentPointers, kMixerRows,
+  kInt4Firsts, kInt4Weights,  // attention over 4 bits: scores of first keys and ranges of a block; weights
   kWorkspaces
 };
 
