@@ -259,7 +259,8 @@ void attention_over_4_bits(bool differences) {
       cache.v_ranges = v_ranges;
       if (differences) cache.k_ranges = k_ranges, cache.first = first, cache.first_scale = k_scale;
       const int64_t n = step.tokens * heads * dim;
-      Bf16 q(n), out(n), converted(n);
+      Bf16 q(n);
+      Array<ip_bf16> out(n), converted(n);  // zeros: rows of padding are not written
       for (int64_t window : {0, 20}) {
         ip_attention(q, &step.batch, &cache, heads, kv, dim, dim, 0.2f, window, nullptr, 0, out);
         ip_attention(q, &step.batch, &cache, heads, kv, dim, dim, 0.2f, window, nullptr, 1e4f, converted);
