@@ -16,6 +16,7 @@ from queue import Empty
 from random import Random
 from typing import Any
 
+from tests.serving.attack.control import CLIENTS_NICE, processor_s
 from tests.serving.attack.kinds import KINDS, Kind
 from tests.serving.attack.target import Target
 from tests.serving.live import Live
@@ -42,8 +43,8 @@ PATIENCE_S = 120.0
 READY = "ready"
 
 
-def start_server(folder: Path) -> Live:
-    """A server with `SETTINGS` and `KEYS`, over a random model with the demo model's tokenizer, made in a folder."""
+def start_server(folder: Path, *more: str) -> Live:
+    """A server with `SETTINGS`, `more` and `KEYS`, over a random model with the demo model's tokenizer, in a folder."""
     from tests.serving.faults import DEMO, TOOLS  # imports an engine, which the attackers' process has no use for
 
     (folder / "config.json").write_text(json.dumps(CONFIG))
@@ -54,7 +55,7 @@ def start_server(folder: Path) -> Live:
     key_file.write_text("".join(f"{name}: {key}\n" for name, key in KEYS.items()))
     key_file.chmod(0o600)
     model = ("--load-format", "dummy", "--dtype", "float32", str(folder))
-    return Live(*SETTINGS, "--api-key-file", str(key_file), *model, environment={"INFERPLANE_API_KEY": ""})
+    return Live(*SETTINGS, *more, "--api-key-file", str(key_file), *model, environment={"INFERPLANE_API_KEY": ""})
 
 
 def target_of(server: Live, hold_s: float = HOLD_S) -> Target:
@@ -108,7 +109,7 @@ def kinds_of(only: str) -> list[Kind]:
 
 
 def _attack(target: Target, seed: int, pause_s: float, only: str, active: Any, busy: Any, found: Any) -> None:
-    os.nice(19)  # other machines' clients take no processor from the server
+    os.nice(CLIENTS_NICE)
     draw, lock = Random(seed), threading.Lock()
     deck = shuffled_kinds(draw, kinds_of(only))
 
@@ -157,6 +158,11 @@ class Attackers:
     def __exit__(self, *unused: object) -> None:
         self._process.kill()
         self._process.join()
+
+    @property
+    def processor_s(self) -> float:
+        """Seconds of processors that all clients have used so far."""
+        return processor_s(self._process.pid or 0)
 
     def attack(self, seconds: float) -> None:
         """Attack for so long, then wait until the last client has left; AssertionError if one stays longer."""

@@ -4,11 +4,14 @@
     python -m tests.serving.attack.run --seconds 60 --seed 7
     python -m tests.serving.attack.run --only load          # valid requests alone: what sharing a busy engine costs
     python -m tests.serving.attack.run --server-cpus 1      # attackers do not take the server's processor away
+    python -m tests.serving.attack.run --http-workers 2     # two processes serve; growth is the first one's
 
 Clients of all kinds (`kinds.py`) come in random order, 40 at a time, in rounds; between rounds they are quiet, so that
-a well-behaved client's 99th percentile is compared with its own in the same minutes. The exit code is 1 when a bar is
-missed. Bars are times, so the machine should have nothing else to do: the report says how late a process wakes that
-only sleeps, and how long the server was ready to run and had no processor.
+a well-behaved client's 99th percentile is compared with its own in the same minutes. After each quiet time a process of
+the attackers' priority uses as much of a processor as they did and sends nothing (`control.py`): what others' times are
+beside it is what a shared processor costs, and no bar. The exit code is 1 when a bar is missed. Bars are times, so the
+machine should have nothing else to do: the report says how late a process wakes that only sleeps, and how long the
+server was ready to run and had no processor.
 """
 
 from __future__ import annotations
@@ -27,11 +30,13 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from tests.serving.attack.attackers import KEYS, PAUSE_S, Attackers, start_server, target_of
+from tests.serving.attack.control import BusyProcess
 from tests.serving.attack.generation import make_constraint
 from tests.serving.attack.probes import (
     Bystander,
     GoodClient,
     HealthProber,
+    Probe,
     Repeated,
     p99,
     processor_wait_s,
@@ -42,8 +47,11 @@ from tests.serving.live import Live
 from tests.serving.test_watchdog import ACCEPTED, ENDED, family
 
 MB = 2**20
-ATTACK_S, QUIET_S, WARM_UP_S = 40.0, 12.0, 80.0
-"""Seconds of a round, of the quiet after it, and of the attack after which memory is looked at first."""
+ATTACK_S, QUIET_S, CONTROL_S, WARM_UP_S = 40.0, 12.0, 12.0, 80.0
+"""Seconds of a round, of the quiet after it, of the control after that, and of the attack after which memory is looked
+at first. Lag is measured after it, too, so that no start-up is in it."""
+LAG_MEMORY_S = 10.0
+"""Health states the worst lag of a time before it that is at most so long."""
 CONSTRAINTS, CONSTRAINTS_AT_ONCE = 200, 6
 MOST_WAIT = 0.1
 """Share of time without a processor beyond which the report says that the machine had other work."""
@@ -65,6 +73,12 @@ class Bar(NamedTuple):
 def between(streams: list[Any], windows: list[tuple[float, float]]) -> list[float]:
     """Seconds of the requests that ran inside of one of the windows."""
     return [s.whole_s for s in streams if any(a <= s.started and s.started + s.whole_s <= b for a, b in windows)]
+
+
+def worst_lag(probes: list[Probe], windows: list[tuple[float, float]]) -> float:
+    """The longest lag in seconds that lay inside of one of the windows for certain; 0 if there was no probe for it."""
+    inside = (p.loop_lag_s for p in probes if any(a + LAG_MEMORY_S <= p.at <= b for a, b in windows))
+    return max(inside, default=0.0)
 
 
 def ask_with_constraints(server: Live, target: Target, seed: int) -> tuple[float, float]:
@@ -99,6 +113,8 @@ class Measured:
     Args:
         rounds: begin and end of each round of the attack.
         quiet: begin and end of each quiet time.
+        control: begin and end of each time beside a busy process that sends nothing.
+        shares: of one processor, which the attackers used in each round, and the busy process after it.
         waits: shares of the rounds in which the server was ready to run and had no processor.
         late_s: by how much a process that only sleeps woke too late at most.
         start: resident memory before the first round.
@@ -107,55 +123,76 @@ class Measured:
 
     rounds: list[tuple[float, float]] = field(default_factory=list)
     quiet: list[tuple[float, float]] = field(default_factory=list)
+    control: list[tuple[float, float]] = field(default_factory=list)
+    shares: list[tuple[float, float]] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
     late_s: float = 0.0
     start: dict[str, int] = field(default_factory=dict)
     end: dict[str, int] = field(default_factory=dict)
 
 
-def attack_in_rounds(server: Live, attackers: Attackers, probes: HealthProber, found: Measured, count: int) -> None:
-    """Attack so many times with a quiet time after each, and print what each round found."""
+def attack_in_rounds(
+    server: Live, attackers: Attackers, busy: BusyProcess, probes: HealthProber, found: Measured, count: int
+) -> None:
+    """Attack so many times with a quiet time and a control after each, and print what each round found."""
     pid = server.process.pid
     for number in range(count):
-        started, waited = time.monotonic(), processor_wait_s(pid)
+        started, waited, used = time.monotonic(), processor_wait_s(pid), attackers.processor_s
         attackers.attack(ATTACK_S)
         found.rounds.append((started, started + ATTACK_S))
-        found.waits.append((processor_wait_s(pid) - waited) / (time.monotonic() - started))
+        took = time.monotonic() - started
+        found.waits.append((processor_wait_s(pid) - waited) / took)
+        share = (attackers.processor_s - used) / took
         time.sleep(1)
         quiet = time.monotonic()
         time.sleep(QUIET_S)
         found.quiet.append((quiet, time.monotonic()))
+        control = time.monotonic()
+        found.shares.append((share, busy.use_processor(share, CONTROL_S)))
+        found.control.append((control, time.monotonic()))
         lag = max(p.loop_lag_s for p in probes.probes if p.at >= started)
         sizes = ", ".join(f"{name} {size / MB:.0f} MB" for name, size in resident_bytes(server).items())
         print(f"round {number + 1} of {count}: {len(attackers.attacks)} attacks, lag {lag:.3f} s, {sizes}", flush=True)
 
 
 def run(
-    seconds: float, seed: int, pause_s: float, only: str = "", server_cpus: frozenset[int] = frozenset()
+    seconds: float,
+    seed: int,
+    pause_s: float,
+    only: str = "",
+    server_cpus: frozenset[int] = frozenset(),
+    http_workers: int = 1,
 ) -> tuple[list[Bar], list[str]]:
     """Attack a server; the bars, and what went wrong beside them."""
     found, cpus = Measured(), os.sched_getaffinity(0)
     os.sched_setaffinity(0, server_cpus or cpus)
-    with tempfile.TemporaryDirectory() as folder, start_server(Path(folder)) as server:
+    workers = ("--http-workers", str(http_workers))
+    with tempfile.TemporaryDirectory() as folder, start_server(Path(folder), *workers) as server:
         os.sched_setaffinity(0, cpus - server_cpus or cpus)  # of this thread, and of what it starts from now on
         server.use_key(KEYS["good"])
         target, good, health = target_of(server), GoodClient(server, KEYS["good"]), HealthProber(server)
-        with Attackers(target, seed, pause_s, only) as attackers, Bystander() as bystander:
+        with Attackers(target, seed, pause_s, only) as attackers, Bystander() as bystander, BusyProcess() as busy:
             attackers.attack(WARM_UP_S)  # libraries are loaded and caches filled at the first of each kind
             server_at_rest(server)
             found.start = resident_bytes(server)
             bystander.worst.value = 0.0
             with Repeated(good.stream, 0.02), Repeated(health.probe, 0.1):
-                count = max(round(seconds / (ATTACK_S + QUIET_S)), 1)
-                attack_in_rounds(server, attackers, health, found, count)
+                count = max(round(seconds / (ATTACK_S + QUIET_S + CONTROL_S)), 1)
+                attack_in_rounds(server, attackers, busy, health, found, count)
             server_at_rest(server)
             found.end, found.late_s = resident_bytes(server), bystander.worst.value
         peak, rest = ask_with_constraints(server, target, seed)
         numbers = server_at_rest(server)
         code = server.stop()
     before, meanwhile = between(good.streams, found.quiet), between(good.streams, found.rounds)
-    for name, times in (("in quiet", before), ("under attack", meanwhile)):
+    beside = between(good.streams, found.control)
+    for name, times in (("in quiet", before), ("under attack", meanwhile), ("beside a busy process", beside)):
         print(f"well-behaved client {name}: {len(times)} streams, p50 {median(times):.3f} s, p99 {p99(times):.3f} s")
+    shares = [sum(share) / len(found.shares) for share in zip(*found.shares)]
+    print(f"attackers used {shares[0]:.0%} of a processor, the busy process that sends nothing {shares[1]:.0%}")
+    print(f"  beside it the 99th percentile's ratio is {p99(beside) / p99(before):.3f}")
+    lags = [worst_lag(health.probes, windows) for windows in (found.quiet, found.control)]
+    print(f"worst lag of the event loop in quiet {lags[0]:.3f} s, beside the busy process {lags[1]:.3f} s")
     wait = sum(found.waits) / len(found.waits)
     print(f"a process that only sleeps woke at most {found.late_s:.3f} s late")
     print(f"the server was ready to run and had no processor {wait:.0%} of the rounds")
@@ -200,9 +237,10 @@ def main() -> int:
     parser.add_argument(
         "--server-cpus", type=int, nargs="+", default=[], help="processors of the server alone; clients take the others"
     )
+    parser.add_argument("--http-workers", type=int, default=1, help="processes that serve HTTP")
     args = parser.parse_args()
     print(f"seed {args.seed}", flush=True)
-    bars, wrong = run(args.seconds, args.seed, args.pause, args.only, frozenset(args.server_cpus))
+    bars, wrong = run(args.seconds, args.seed, args.pause, args.only, frozenset(args.server_cpus), args.http_workers)
     for bar in bars:
         print(bar)
     for line, count in Counter(wrong).most_common(20):

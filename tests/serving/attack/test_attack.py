@@ -5,6 +5,7 @@ The times that this is about are judged by `make test-attack`, on a machine that
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections import Counter
@@ -15,9 +16,10 @@ from random import Random
 import pytest
 
 from tests.serving.attack.attackers import KEYS, attack_once, kinds_of, shuffled_kinds, start_server, target_of
+from tests.serving.attack.control import BusyProcess, processor_s
 from tests.serving.attack.kinds import KINDS, Kind
-from tests.serving.attack.probes import GoodClient, HealthProber, Repeated, Streamed, resident_bytes
-from tests.serving.attack.run import Bar, between
+from tests.serving.attack.probes import GoodClient, HealthProber, Probe, Repeated, Streamed, resident_bytes
+from tests.serving.attack.run import Bar, between, worst_lag
 from tests.serving.attack.target import Target
 from tests.serving.test_watchdog import all_ended, family
 
@@ -97,6 +99,19 @@ def test_bars_and_windows() -> None:
     assert "MISSED" in str(Bar("lag", 0.3, 0.25, "s")) and "MISSED" not in str(Bar("lag", 0.25, 0.25, "s"))
     streams = [Streamed(started, 0.1, 1.0) for started in (0.0, 4.5, 9.5, 20.0)]
     assert between(streams, [(0, 5), (9, 11)]) == [1.0, 1.0]
+
+
+def test_lag_belongs_to_a_window_only_if_no_earlier_time_is_in_it() -> None:
+    probes = [Probe(at, 0.1, 0.1, lag) for at, lag in ((5.0, 3.0), (9.0, 2.0), (10.5, 0.1), (12.0, 0.2), (12.5, 4.0))]
+    assert worst_lag(probes, [(0, 12)]) == 0.2
+    assert worst_lag(probes, [(3, 12)]) == 0.0
+
+
+def test_a_busy_process_uses_its_share_of_a_processor() -> None:
+    with BusyProcess() as busy:
+        assert busy.use_processor(0.0, 0.5) < 0.1
+        assert 0.0 < busy.use_processor(0.5, 2.0) < 0.7
+    assert processor_s(os.getpid()) > 0.0 == processor_s(2**30)
 
 
 def test_a_probe_that_fails_is_raised() -> None:
