@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+import sys
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -22,7 +24,15 @@ from pydantic_core import from_json
 from inferplane.dialogue.messages import MessageError, normalize_messages
 from inferplane.dialogue.near_names import search
 from inferplane.dialogue.template import Template, forms
-from inferplane.serving.bodies import LARGE_BYTES, MAX_CONTAINERS, MAX_KEYS, BodyMemory, object_bytes, parse_json
+from inferplane.serving.bodies import (
+    LARGE_BYTES,
+    MAX_CONTAINERS,
+    MAX_KEYS,
+    PIECE_BYTES,
+    BodyMemory,
+    object_bytes,
+    parse_json,
+)
 from inferplane.serving.chat.request import ChatRequest
 from inferplane.serving.errors import ApiError
 from inferplane.serving.grpc import schema, tensors
@@ -31,6 +41,7 @@ from inferplane.serving.http.embeddings import EmbeddingRequest
 from inferplane.serving.http.text import DetokenizeRequest, TokenizeRequest
 from inferplane.serving.kserve.requests import parse_infer_request
 from inferplane.serving.native import NativeRequest
+from inferplane.serving.threads import SWITCH_S, switch_threads_often
 from inferplane.serving.wire import validate
 from tests.serving.live import Live
 
@@ -251,6 +262,52 @@ def test_what_is_no_json_is_counted_and_refused(text):
     assert object_bytes(text.encode()) > 0
     with pytest.raises((ValueError, ApiError)):
         parse_json(text)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_marks_in_texts_are_no_values_wherever_a_piece_ends(seed):
+    """The same containers, whatever lies before and between them; texts that hold as many marks again."""
+    draw = random.Random(seed)
+    texts = [draw.choice(('"', "\\", "[{", 'a"[', "é")) * draw.randrange(1, 40) for _ in range(4000)]
+    body = json.dumps([draw.randrange(10**6), *([t] for t in texts), "[" * MAX_CONTAINERS], ensure_ascii=False)
+    assert len(body) > 3 * PIECE_BYTES
+    assert len(parse_json(body)) == len(texts) + 2
+    full = json.dumps([*json.loads(body), [[]] * MAX_CONTAINERS])
+    with pytest.raises(ApiError, match=rf"^{len(texts) + MAX_CONTAINERS + 2} arrays and objects"):
+        parse_json(full)
+
+
+def test_no_call_divides_a_whole_body():
+    """C code keeps Python's lock from the event loop: a million short texts are divided by many calls, none long."""
+    body = b"[" + b'"a",' * 10**6 + b"1]"
+    started = time.thread_time()
+    whole = len(body.split(b'"'))
+    at_once_s = time.thread_time() - started
+    times: list[float] = []
+
+    def watch(frame, event, function):
+        if event == "c_call" and function.__name__ == "split":
+            times.append(-time.thread_time())
+        elif event == "c_return" and function.__name__ == "split":
+            times[-1] += time.thread_time()
+
+    sys.setprofile(watch)
+    try:
+        size = object_bytes(body)
+    finally:
+        sys.setprofile(None)
+    assert whole > 10**6 and size > 64 * 10**6
+    assert len(times) == len(body) // PIECE_BYTES + 1
+    assert max(times) < at_once_s / 4
+
+
+def test_threads_that_serve_wait_for_each_other_for_half_a_millisecond():
+    before = sys.getswitchinterval()
+    try:
+        switch_threads_often()
+        assert before > SWITCH_S and sys.getswitchinterval() == pytest.approx(SWITCH_S)
+    finally:
+        sys.setswitchinterval(before)
 
 
 @pytest.mark.parametrize(

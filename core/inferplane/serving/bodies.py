@@ -26,6 +26,8 @@ BYTES_PER_MARK = 64
 `[[[]]]` 55, `{"a":1}` 63, `[]` 33, short texts up to 58, numbers 11 to 46."""
 CHEAP_BYTES = 2**20
 """Texts hold marks, too. They are distinguished only where all marks together would cost more than this."""
+PIECE_BYTES = 64 * 1024
+"""A body is divided at its quotes in such pieces: at once, a million short texts held Python's lock for 60 ms."""
 _OPENING, _KEYS = (b"[", b"{"), (b":",)
 _MARKS = (*_OPENING, b",", b":")
 _collector = threading.Lock()
@@ -109,7 +111,7 @@ def parse_json(text: bytes | str) -> Any:
 
 
 def _count(data: bytes, marks: tuple[bytes, ...]) -> int:
-    return sum(map(data.count, marks))
+    return sum(data.count(mark) for mark in marks)  # other threads may run between two marks
 
 
 def _outside_texts(body: bytes) -> bytes:
@@ -118,7 +120,12 @@ def _outside_texts(body: bytes) -> bytes:
     """
     if b"\\" in body:
         body = body.replace(rb"\\", b"").replace(rb"\"", b"")
-    return b"".join(body.split(b'"')[::2])
+    outside, is_inside = [], False
+    for start in range(0, len(body), PIECE_BYTES):
+        parts = body[start : start + PIECE_BYTES].split(b'"')
+        outside.append(b"".join(parts[is_inside::2]))
+        is_inside ^= len(parts) % 2 == 0
+    return b"".join(outside)
 
 
 @contextmanager

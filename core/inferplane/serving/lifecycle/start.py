@@ -40,7 +40,7 @@ from inferplane.serving.lifecycle.launch import launch_ranks
 from inferplane.serving.lifecycle.notify import FOLLOWS, notify
 from inferplane.serving.lifecycle.prepare import SIGNALS, import_tokenizers, open_engine
 from inferplane.serving.settings import FIELDS, ServerSettings
-from inferplane.serving.threads import run_in_daemon_thread
+from inferplane.serving.threads import run_in_daemon_thread, switch_threads_often
 
 Sockets = Mapping[str, socket.socket]
 BACKLOG = 2048
@@ -71,6 +71,7 @@ def run(resolved: ResolvedSettings, pins: Mapping[str, str]) -> int:
     check_packages(settings)
     started = time.monotonic()
     share_heap()
+    switch_threads_often()
     logs.set_up(settings.log_format, settings.log_level)
     raise_limit()
     launch_ranks(resolved.launch, settings.device, ("inferplane", *sys.argv[1:]))

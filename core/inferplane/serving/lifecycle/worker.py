@@ -18,6 +18,7 @@ from inferplane.serving.keys import Keys
 from inferplane.serving.settings import ServerSettings
 from inferplane.serving.shared_state.key_usage import TOTAL_CELLS
 from inferplane.serving.shared_state.shared_counters import SharedCounters
+from inferplane.serving.threads import switch_threads_often
 
 
 def main() -> None:
@@ -31,6 +32,7 @@ def main() -> None:
 
     started = time.monotonic()
     share_heap()
+    switch_threads_often()
     with gc_paused():
         from inferplane.engine import AsyncLLM
         from inferplane.serving.lifecycle.prepare import import_tokenizers, open_engine
