@@ -19,6 +19,7 @@ from inferplane.calibrate.recipe import Channels, Recipe, WeightToRound
 from inferplane.models.reading.kv_scales import find_layer
 from inferplane.models.writing.kv_scales import names_of
 from inferplane.ops import Op
+from inferplane.ops.formats import FORMATS
 from inferplane.ops.oracle import Stored
 from inferplane.types import PLAIN, ActivationQuant, QTensor, Weight
 
@@ -200,17 +201,26 @@ class _LayerCalibration:
             if value.ndim == 3:
                 each = len(weight.parts) // len(value)
                 for e in range(len(value)):
-                    q = self._round_product(ProductKey(i, e))
-                    found.update(_divide(q, weight.parts[e * each : (e + 1) * each], ()))
-                    value[e] = q.dequantize()
+                    found.update(self._round_parts(ProductKey(i, e), weight.parts[e * each : (e + 1) * each], ()))
             else:
-                q = self._round_product(ProductKey(i))
-                found.update(_divide(q, weight.parts, weight.rows))
-                value.copy_(q.dequantize())
+                found.update(self._round_parts(ProductKey(i), weight.parts, weight.rows))
         return found
 
-    def _round_product(self, key: ProductKey) -> QTensor:
-        format, matrix = self.formats[key.weight], self._matrix(key)
+    def _round_parts(self, key: ProductKey, parts: Sequence[str], rows: Sequence[int]) -> dict[str, QTensor]:
+        """Round what several checkpoint tensors hold, together unless a block would hold rows of two of them."""
+        matrix, height = self._matrix(key), FORMATS[self.formats[key.weight]][2][0]
+        counts = list(rows) or [len(matrix) // len(parts)] * len(parts)
+        if any(count % height for count in counts[:-1]):
+            found = {name: self._round_product(key, part) for name, part in zip(parts, matrix.split(counts))}
+            matrix.copy_(torch.cat([q.dequantize() for q in found.values()]))
+            return found
+        q = self._round_product(key, matrix)
+        matrix.copy_(q.dequantize())
+        return _divide(q, parts, counts)
+
+    def _round_product(self, key: ProductKey, matrix: torch.Tensor) -> QTensor:
+        """Round a product's weight `[N, K]`, or rows of it."""
+        format = self.formats[key.weight]
         inputs = self.inputs.get(key) or self.calibrator.make_inputs(matrix.shape[1])
         if key.expert >= 0 and inputs.rows < RARE_ROWS:
             inputs = self._with_inputs_of_all(key, inputs)
@@ -278,9 +288,8 @@ def _split_rows(value: torch.Tensor, weight: Weight) -> Sequence[torch.Tensor]:
 
 def _divide(q: QTensor, parts: Sequence[str], rows: Sequence[int]) -> dict[str, QTensor]:
     """The rows of each part of a quantized weight, by name."""
-    each = list(rows) or [q.shape[0] // len(parts)] * len(parts)
     found, first = {}, 0
-    for part, count in zip(parts, each, strict=True):
+    for part, count in zip(parts, rows, strict=True):
         found[part] = q.shard(0, first, first + count) if count < q.shape[0] else q
         first += count
     return found

@@ -82,6 +82,17 @@ def test_rounding_to_nearest_is_the_same_with_texts_and_without(model, tmp_path)
     assert "calibrated (nearest) on 3 windows, 144 tokens, with seed 0." in card
 
 
+@pytest.mark.parametrize(("hidden", "inner"), [(64, 112), (128, 200)])
+def test_blocks_of_fp8_do_not_hold_rows_of_two_tensors(hidden, inner, tmp_path):
+    """Rows of q, k, v, gate and up that are no multiple of 128."""
+    config = llama_config(hidden_size=hidden, intermediate_size=inner, num_attention_heads=4, num_key_value_heads=2)
+    random_model(config).save_pretrained(tmp_path / "model")
+    origin = origin_of(tmp_path / "model")
+    quantize_checkpoint(origin, "a8w8_fp8", tmp_path / "plain", "test")
+    write(origin, tmp_path / "calibrated", settings_of("nearest", vocab=60), "a8w8_fp8")
+    assert tensors_of(tmp_path / "plain") == tensors_of(tmp_path / "calibrated")
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A copy that was calibrated without an interruption."""
