@@ -185,7 +185,7 @@ def attention_int4_batch_invariant(view: Any, q: torch.Tensor, batch: Batch, kv:
 
 @KERNELS("attention", "native", when=FEW_INT4, rank=RANK_PORTABLE, batch_invariant=True)
 def attention_int4(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
-    """As `attention`, over entries of 4 bits, which are converted to bfloat16 a block at a time."""
+    """As `attention`, over entries of 4 bits: with VNNI they are multiplied as integers, else converted to bfloat16."""
     return attention(view, q, batch, kv)
 
 
