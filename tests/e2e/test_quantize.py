@@ -158,7 +158,7 @@ def test_scales_with_a_factor_of_their_own(tmp_path):
     q = encode(w, "nvfp4")
     other = replace(q, scale=q.scale * 0.7)
     for stored, least in ((q, 0.0), (other, 0.01)):
-        parts = dict(split("a.weight", stored, "nvfp4", deepseek=False))
+        parts = dict(split("a.weight", stored, "nvfp4", {}, deepseek=False))
         scale = parts["a.weight_scale"].float() / parts["a.weight_global_scale"] / 2
         again = replace(q, data=expand_pairs(parts["a.weight_packed"]), scale=scale).dequantize()
         error = (again - stored.dequantize()).norm() / stored.dequantize().norm()
@@ -169,7 +169,7 @@ def test_scales_with_a_factor_of_their_own(tmp_path):
 def test_what_is_no_number_stays_so(format):
     w = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
     w[1, 3], w[2] = torch.nan, 0
-    parts = dict(split("a.weight", quantize(w, format), format, deepseek=False))
+    parts = dict(split("a.weight", quantize(w, format), format, {}, deepseek=False))
     scale = parts["a.weight_scale"]
     lost = scale == 255 if format == "mxfp4" else scale.float().isnan()
     assert lost.nonzero().tolist() == [[1, 0]] and (expand_pairs(parts["a.weight_packed"])[2] == 0).all()

@@ -117,7 +117,7 @@ def test_a_cache_in_int8_on_the_npu(arch):
     assert {layout.name for layout in runner.plan.layouts.values()} == {"npu_nd_128_int8"}
 
 
-@pytest.mark.parametrize("device", ["gcu", "xpu:kunlun"])
+@pytest.mark.parametrize("device", ["xpu:intel", "xpu:kunlun"])
 def test_a_cache_that_no_kernel_reads_is_marked(device):
     runner = plan(device, kv_cache_dtype="int8")
     data = runner.explain()

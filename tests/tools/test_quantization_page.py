@@ -11,18 +11,23 @@ LLAMA = SLICES["llama_8b_two_layers"]
 
 @pytest.fixture(scope="module")
 def host():
-    return discover("only,inferplane_gcu.plugin,inferplane_npu.plugin")
+    return discover("only,inferplane_gcu.plugin,inferplane_npu.plugin,inferplane_xpu.plugin")
 
 
 @pytest.mark.parametrize(
     ("device", "arch", "name", "cache", "letter", "needed"),
     [
         ("npu", "910b", "a8w8", "auto", "n", set()),
-        ("gcu", "s60", "a8w8", "auto", "w", set()),
+        ("gcu", "s60", "a8w8", "auto", "n", set()),
+        (
+            *("xpu:intel", "bmg", "a8w8", "auto", "w"),
+            {("xpu:intel", "linear", "activations int8 beside int8")},
+        ),
         ("npu", "910b", "a8w8_fp8", "auto", "e", {("npu", "linear", "fp8")}),
         ("npu", "950", "a8w8_fp8", "auto", "n", set()),
         ("npu", "910b", "weight_only_int8", "int8", "n", set()),
-        ("gcu", "s60", "weight_only_int8", "int8", "t", {("gcu", "attention", "int8")}),
+        ("gcu", "s60", "weight_only_int8", "int8", "n", {("gcu", "static", "int8")}),
+        ("xpu:intel", "bmg", "weight_only_int8", "int8", "t", {("xpu:intel", "attention", "int8")}),
         ("npu", "910b", "weight_only_int8", "fp8", "-", {("npu", "cache", "fp8")}),
     ],
 )

@@ -25,7 +25,7 @@ from inferplane_cuda.backend import features_of
 from inferplane_cuda.kernels import kernels, products
 
 BF16 = torch.bfloat16
-EXPANDED = ("mxfp8", "nvfp4", "int8_group32", "int8_group16", "int4_min32", "int8_min16")
+EXPANDED = ("mxfp8", "int8_group32", "int8_group16", "int4_min32", "int8_min16")
 """Formats that no kernel here multiplies as they are stored: weights are expanded when they are read."""
 
 
