@@ -97,9 +97,10 @@ Quants = Mapping[str, ActivationQuant]
 
 
 def find_form(format: str, quants: Quants) -> str:
-    """compressed-tensors' name for the form in which weights of a format, one of `FORMS`, are stored."""
+    """compressed-tensors' name for the form in which weights of a format, one of `FORMS`, are stored: its own reader
+    takes packed integers where activations stay as they are alone."""
     quant = quants.get(format)
-    is_wide = quant is not None and quant.format == "int8" and FORMS[format] == "pack-quantized"
+    is_wide = quant is not None and quant.format in ("int8", "int4") and FORMS[format] == "pack-quantized"
     return "int-quantized" if is_wide else FORMS[format]
 
 
