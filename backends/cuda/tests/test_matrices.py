@@ -100,6 +100,7 @@ def test_a_mixture_is_served_whole_or_says_why():
         (Quantize("fp8", 0), 0, True),
         (Quantize("int8", 0), 0, True),
         (Quantize("fp8", 96), 96, False),
+        (Quantize("int4", 0), 0, False),
     ],
 )
 def test_coded_activations(act, group, served):
@@ -107,7 +108,7 @@ def test_coded_activations(act, group, served):
     found, refused = answers(op)
     assert (found[:1] == ["triton:linear"]) == served
     if not served:
-        assert refused["triton:linear"] == ["needs activations quantized by whole rows or by 128 columns"]
+        assert refused["triton:linear"] == ["needs activations as they are, or in 8 bits by whole rows or 128 columns"]
 
 
 def test_routing_and_experts_of_plain_weights_may_be_recorded():

@@ -40,9 +40,12 @@ def _is_quantized_or_router(op: Any) -> bool:
 
 
 def _has_matching_groups(op: Any) -> bool:
-    """Whether activations are unquantized, or quantized by whole rows or by `DEPTH` columns, as the product needs."""
+    """Whether activations are unquantized, or quantized to 8 bits by whole rows or by `DEPTH` columns, as the product
+    needs."""
     if op.activation_quant is None:
         return True
+    if op.activation_quant.format not in ("fp8", "int8"):
+        return False
     group = op.activation_quant.group if op.activation_quant.group < op.weight.shape[-1] else 0
     return bool(group == op.activation_group and group in (0, DEPTH))
 
@@ -89,7 +92,7 @@ ALL_EXPERTS_LOCAL = ("all experts on one rank", _is_on_one_rank)
 MOE = ("a router with a float32 result, a shared MLP without bias, activations in the plan's dtype", _is_plain_moe)
 SHARED_FP8 = ("a shared MLP in FP8 or INT4", _has_shared_mlp_in((*FP8, *INT4)))
 SHARED_INT8 = ("a shared MLP in INT8", _has_shared_mlp_in(INT8))
-MATCHING_GROUPS = ("activations quantized by whole rows or by 128 columns", _has_matching_groups)
+MATCHING_GROUPS = ("activations as they are, or in 8 bits by whole rows or 128 columns", _has_matching_groups)
 PLAIN_ACTIVATIONS = ("unquantized activations", _has_plain_activations)
 PLAIN_MLP = ("one rank, quantized weights, no bias, activations in the plan's dtype", _is_quantized_mlp)
 
