@@ -37,6 +37,7 @@ SPILLS = {
     "product_bf16_int4_256/product": 1663,
     "product_bf16_int8_1/product": 293,
     "product_bf16_mxfp4_256/product": 760,
+    "product_bf16_nvfp4_256/product": 106,
 }
 """Registers that are spilled on gfx906, by kernel, with Triton 3.9.0."""
 
