@@ -96,6 +96,8 @@ def test_auto_stays_in_the_models_dtype_and_says_so(llama):
 def test_fp8_without_scales_has_a_scale_of_1(llama):
     _, scales, said = run(llama, kv_cache_dtype="fp8_static")
     assert scales == [(1.0, 1.0)] * 2 and said == {"used": False, "note": "scales of 1: the checkpoint has none"}
+    with pytest.warns(InferplaneWarning, match="scales of 1: the checkpoint has none"):
+        LLM(llama, **OPTIONS, kv_cache_dtype="fp8_static").close()
 
 
 def test_scales_of_another_dtype_are_not_used(llama):
@@ -181,6 +183,14 @@ def test_a_head_that_drafts_has_none_of_the_models(llama, tmp_path):
     add_scales(llama, "int8", {0: (0.05, 0.03), 1: (0.04, 0.06)})
     with pytest.raises(UsageError, match=r"A layer that drafts .* has no static scales"):
         LLM(llama, **OPTIONS, kv_cache_dtype="int8_static", speculative_config=eagle)
+
+
+def test_an_export_leaves_broken_scales_out(llama, tmp_path):
+    """Where the cache has no use for them, so that loading did not refuse them."""
+    add_scales(llama, "fp8", {0: (0.05, 0.03), 1: (0.04, 0.0)})
+    with pytest.warns(InferplaneWarning, match="no scales of the KV cache: .*v_scale"):
+        export_model(ModelFiles(llama), host(), "cpu", RunnerOptions(dtype="float32"), tmp_path / "export")
+    assert run(tmp_path / "export")[1] is None
 
 
 def test_an_export_brings_them(llama, tmp_path):

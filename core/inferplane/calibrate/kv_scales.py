@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
 
 from inferplane.calibrate.observe import SAMPLE_ROWS
+from inferplane.errors import UnsupportedModelError
 from inferplane.kvcache import STATIC_DTYPES
 from inferplane.types import KVRequest
 from inferplane.types.qtensor import round_entries
@@ -24,7 +26,7 @@ class SeenEntries:
     Args:
         every: one row of so many is held for the search.
 
-    Attributes: `largest`, of the absolute values.
+    Attributes: `largest`, of the absolute values; NaN if an entry is.
     """
 
     every: int = 1
@@ -36,14 +38,23 @@ class SeenEntries:
         """Count rows of entries, `[T, ...]`."""
         if not len(entries):
             return
-        self.largest = max(self.largest, entries.abs().amax().item())
+        found = entries.abs().amax().item()
+        self.largest = found if math.isnan(found) or found > self.largest else self.largest
         self.held.append(entries[-self.rows % self.every :: self.every].flatten(1).clone())
         self.rows += len(entries)
 
     def choose(self, kv_dtype: str) -> float:
         """The scale: of FP8 the one by which the largest entry is the largest number of E4M3; of integers the one, up
         to that, which loses least, by squares.
+
+        Raises:
+            UnsupportedModelError: an entry is not finite.
         """
+        if not math.isfinite(self.largest):
+            raise UnsupportedModelError(
+                f"The KV cache of a layer gets entries of {self.largest}, for which there is no scale.",
+                remedy="calibrate on other texts, or leave --kv-cache out",
+            )
         limit = STATIC_DTYPES[kv_dtype].limit
         most = max(self.largest, LEAST) / limit
         if kv_dtype == "fp8" or not self.held:

@@ -14,7 +14,7 @@ from inferplane.calibrate.kv_scales import SHARES, KVCalibration
 from inferplane.calibrate.partial import PartialCalibration
 from inferplane.cli import main
 from inferplane.engine import ModelFiles
-from inferplane.errors import UsageError
+from inferplane.errors import InferplaneWarning, UnsupportedModelError, UsageError
 from inferplane.models.writing.quantize import quantize_checkpoint
 from inferplane.types import KVRequest
 from tests.families.cases import CASES, make
@@ -129,8 +129,16 @@ def test_a_copy_of_a_copy_has_its_own_scales(llama, tmp_path):
     write(llama, tmp_path / "int8", kv_dtype="int8")
     write(tmp_path / "int8", tmp_path / "fp8", kv_dtype="fp8")
     assert scales_of(tmp_path / "int8").keys() == scales_of(tmp_path / "fp8").keys()
-    quantize_checkpoint(origin_of(tmp_path / "int8"), "a8w8", tmp_path / "weights", "test")
+    with pytest.warns(InferplaneWarning, match="static scales of the KV cache, which the copy has not"):
+        quantize_checkpoint(origin_of(tmp_path / "int8"), "a8w8", tmp_path / "weights", "test")
     assert not [name for name in scales_of(tmp_path / "weights") if name.endswith(("k_scale", "v_scale"))]
+
+
+def test_weights_of_this_format_are_not_rounded_again(llama, tmp_path):
+    quantize_checkpoint(origin_of(llama), "a8w8", tmp_path / "int8", "test")
+    with pytest.raises(UsageError, match=r"changes nothing: .* has these formats already"):
+        write(tmp_path / "int8", tmp_path / "again", scheme="a8w8")
+    assert not (tmp_path / "again").exists()
 
 
 def test_of_integers_the_share_that_loses_least():
@@ -142,9 +150,26 @@ def test_of_integers_the_share_that_loses_least():
     cache = KVCalibration(request, "int8", 1)
     cache.see(even, long)
     k, v = cache.choose()
-    assert k == pytest.approx(2 / 127) and SHARES[-1] * 12 / 127 <= v <= 12 / 127
-    k_error, v_error = ((a - b).abs().max() for a, b in zip(cache.round(even, long), (even, long)))
-    assert k_error <= k / 2 * 1.001 and v_error < 12
+    assert k == pytest.approx(2 / 127)
+    losses = {share: (rounded(long, 12 / 127 * share) - long).square().sum().item() for share in SHARES}
+    best = min(losses, key=losses.__getitem__)
+    assert best < 1 and v == pytest.approx(12 / 127 * best)
+    assert (cache.round(even, long)[0] - even).abs().max() <= k / 2 * 1.001
+
+
+def rounded(entries, scale):
+    return (entries / scale).round().clamp(-127, 127) * scale
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_entries_that_are_not_finite_have_no_scale(wrong):
+    cache = KVCalibration(KVRequest("gqa", 1, 64, 64), "int8", 1)
+    k, v = torch.ones(4, 1, 64), torch.ones(4, 1, 64)
+    v[2, 0, 1] = wrong
+    cache.see(k, v)
+    cache.see(k, torch.ones(4, 1, 64))
+    with pytest.raises(UnsupportedModelError, match="no scale"):
+        cache.choose()
 
 
 def test_a_latents_two_scales():

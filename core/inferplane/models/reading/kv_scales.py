@@ -69,11 +69,10 @@ def find_kv_scales(settings: Any, names: Collection[str]) -> KVScales | None:
         names: of the checkpoint's tensors.
     """
     tensors: dict[str, dict[str, str]] = {}
-    for name in names:
-        if (found := _SCALE.fullmatch(name)) is None:
-            continue
-        part = found["of"] or found["one"] or found["both"]
-        tensors.setdefault(found["layer"], {}).update(dict.fromkeys(part, name))
+    matches = (found for name in sorted(names) if (found := _SCALE.fullmatch(name)) is not None)
+    for found in sorted(matches, key=lambda found: found["one"] is None):  # a scale of its own before one for both
+        for part in found["of"] or found["one"] or found["both"]:
+            tensors.setdefault(found["layer"], {}).setdefault(part, found[0])
     stated = {key: settings[key] for key in ENTRIES if settings.get(key)} if isinstance(settings, Mapping) else {}
     if not stated:
         return KVScales("fp8", tensors) if tensors else None

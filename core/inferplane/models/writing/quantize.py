@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from inferplane.binding.load import check
-from inferplane.errors import CapacityError, CheckpointError, InferplaneError, UnsupportedModelError, UsageError
+from inferplane.errors import CapacityError, CheckpointError, InferplaneError, UnsupportedModelError, UsageError, warn
 from inferplane.models.build import Build
 from inferplane.models.reading.config import Config
 from inferplane.models.reading.kv_scales import find_kv_scales
@@ -187,9 +187,11 @@ class QuantizedCopy:
                 f"{origin.name} has quantized weights, which are not written as they are.",
                 remedy="name a scheme (--quantization), or begin with the model in 16 bits",
             )
-        if kv_dtype is None and all(self.stored.format_of(name) == format for name, format in self.formats.items()):
+        if scheme is not None and all(self.stored.format_of(name) == format for name, format in self.formats.items()):
             what = "has these formats already" if self.formats else "has no weights that it quantizes"
             raise UsageError(f"quantization = {scheme!r} changes nothing: {origin.name} {what}.")
+        if self._old_scales and kv_dtype is None:
+            warn(f"{origin.name} has static scales of the KV cache, which the copy has not. --kv-cache finds new ones.")
         self._deepseek_form = set(self.formats.values()) == {"fp8_block"} and kv_dtype is None
         self.quants = self._found.activation_quants
 

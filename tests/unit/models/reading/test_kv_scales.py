@@ -35,6 +35,15 @@ def test_names_of_exporters(k, v):
     assert found is not None and found.tensors == {LAYER: dict.fromkeys("kv", want["k"]) if k == v else want}
 
 
+@pytest.mark.parametrize("other", ["kv_scale", "k_proj.output_scale", "attn.kv_scale"])
+def test_a_scale_of_its_own_counts_before_others(other):
+    """In whatever order names come."""
+    own, more = f"{LAYER}.self_attn.k_scale", f"{LAYER}.self_attn.{other}"
+    for names in ([own, more], [more, own]):
+        found = find_kv_scales(None, names)
+        assert found is not None and found.tensors[LAYER]["k"] == own
+
+
 @pytest.mark.parametrize(
     ("settings", "dtype", "why"),
     [

@@ -8,7 +8,8 @@ from typing import Any
 
 from inferplane.binding import Plan
 from inferplane.engine.runner.loading.device_model import DeviceModel
-from inferplane.errors import UsageError, warn
+from inferplane.errors import CheckpointError, UsageError, warn
+from inferplane.kvcache import STATIC_SUFFIX
 from inferplane.models.reading.kv_scales import find_layer, lacks_scales, read_kv_scales, values_of_export
 from inferplane.ops import CausalLM
 from inferplane.types import KVCache, LayerKV
@@ -24,18 +25,21 @@ def read_values(model: DeviceModel, plan: Plan) -> Values:
         CheckpointError: one is no positive number, or has another shape.
     """
     found = _describe(model, plan)
-    if found is not None and not found["used"] and model.kv_scales is not None:
+    requested = model.options.kv_cache_dtype.endswith(STATIC_SUFFIX) and model.options.load_format != "dummy"
+    if found is not None and not found["used"] and (model.kv_scales is not None or requested):
         warn(f"KV cache: {found['note']}.")
     return _read(model) if found is not None and found["used"] else {}
 
 
 def export_scales(model: DeviceModel) -> dict[str, Any] | None:
-    """The scales that a model's files hold, as an export has them (`Manifest.kv_scales`); None: there are none.
-
-    Raises:
-        CheckpointError: as of `read_values`.
+    """The scales that a model's files hold, as an export has them (`Manifest.kv_scales`); None: there are none. Broken
+    ones, which a cache that uses them has refused before, are left out with a warning.
     """
-    values = _read(model)
+    try:
+        values = _read(model)
+    except CheckpointError as error:
+        warn(f"The export has no scales of the KV cache: {error.what}")
+        return None
     return {"dtype": model.kv_scales.dtype, "layers": values} if model.kv_scales is not None and values else None
 
 
@@ -124,6 +128,8 @@ def _describe(model: DeviceModel, plan: Plan) -> dict[str, Any] | None:
             "used": False,
             "note": f"{what}: entries are in {stored}; kv_cache_dtype={found.dtype} stores them in 8 bits",
         }
+    if found.dtype != model.options.kv_cache_dtype:
+        return {"used": False, "note": f"{what}: the cache is in {model.options.kv_cache_dtype}"}
     return {
         "used": False,
         "note": f"{what}: the layout's own are computed for each token and head, which is more exact",
