@@ -108,8 +108,9 @@ SHAPES = {
     "small": {**QWEN3_0_6B, "num_hidden_layers": 6, "vocab_size": 32000},
 }
 MXFP4_BITS = 4.25
-BITS = {"bf16": 16.0, "int8": 8.125, "int4": 4.5, "mxfp4": MXFP4_BITS, "nvfp4": 5.0}
-"""Bits a weight with its scales: groups of 128 columns for int8, of 32 for int4, of 16 for nvfp4, scales of 16 bits."""
+BITS = {"bf16": 16.0, "int8": 8.125, "int4": 4.5, "mxfp4": MXFP4_BITS, "nvfp4": 5.0, "a8w8": 8.0, "a8w4": 4.5}
+"""Bits a weight with its scales: groups of 128 columns for int8, of 32 for int4 and a8w4, of 16 for nvfp4, scales of
+16 bits; for a8w8 rows, whose scales are not counted."""
 CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig"}
 """Configs that are not called as the model is."""
 

@@ -23,7 +23,8 @@ class Inferplane:
     def __init__(self, precision, folder, tokens, batch, kv="auto"):
         from inferplane import LLM
 
-        scheme = None if precision in ("bf16", "file") else f"weight_only_{precision}"
+        named = precision if precision.startswith("a") else f"weight_only_{precision}"
+        scheme = None if precision in ("bf16", "file") else named
         self.llm = LLM(
             folder, device="cpu", dtype="bfloat16", max_model_len=tokens, max_num_seqs=batch, quantization=scheme,
             enable_prefix_caching=False, max_num_batched_tokens=batch * tokens, kv_cache_dtype=kv,
