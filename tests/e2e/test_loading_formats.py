@@ -12,10 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from inferplane import LLM
 from inferplane.binding.load import assemble
+from inferplane.engine import InferplaneWarning
 from inferplane.errors import CheckpointError, UsageError
 from inferplane.models import Build, Config, SafetensorsFolder, build
 from inferplane.quant import READERS, format_of
 from inferplane.types import Placement, QTensor
+from inferplane_cpu.native import native
 from tests.e2e.checkpoints import FP8, PROMPT, edit_config, encode_fp8
 from tests.e2e.tiny_models import config_of, deepseek_config, llama_config, random_model
 
@@ -59,6 +61,22 @@ def test_dtype_auto_is_the_checkpoints(copy):
     for wrong in ("int8", torch.int8, "float8_e4m3fn", torch.float64):
         with pytest.raises(UsageError, match="dtype"):
             LLM(copy[0], device="cpu", dtype=wrong)
+
+
+@pytest.mark.skipif(native().library is None, reason=f"not run: {native().reason}")
+def test_float16_without_kernels_is_warned_of(copy):
+    """Where `auto` takes it, and the processor's native kernels compute in bfloat16 alone."""
+    folder, tensors = copy
+    save_file({n: t.half() for n, t in tensors.items()}, folder / "model.safetensors")
+    edit_config(folder, dtype="float16")
+    with pytest.warns(
+        InferplaneWarning, match=r"is in float16, in which device 'cpu' runs .*linear.* by torch's own operat"
+    ):
+        LLM(folder, device="cpu").close()
+    for dtype in ("float16", "bfloat16"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            LLM(folder, device="cpu", dtype=dtype).close()
 
 
 # ------------------------------------------------------------------ FP8 blocks

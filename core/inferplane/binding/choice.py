@@ -53,6 +53,8 @@ class Choice:
             it is, or if none is requested.
         kv_dtype_unread: the kernel that would run it if the KV cache were in the plan's dtype, where torch's operators
             run it instead, in words; empty elsewhere.
+        faster_dtype: "bfloat16" or "float16", in which a kernel would run it that torch's operators run in the plan's
+            dtype; empty elsewhere.
     """
 
     op: str
@@ -71,6 +73,7 @@ class Choice:
     pin: str | None = None
     activation_quant_skipped: str = ""
     kv_dtype_unread: str = ""
+    faster_dtype: str = ""
 
     @property
     def runs_on_torch(self) -> bool:

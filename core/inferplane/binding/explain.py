@@ -158,7 +158,11 @@ def _list_on_torch(plan: Plan) -> list[dict[str, Any]]:
     for _, _, _, choice in plan.distinct():
         if choice.runs_on_torch:
             found[choice.op].add(choice.label)
-    return [{"op": op, "kernels": sorted(kernels)} for op, kernels in sorted(found.items())]
+    faster = {op: dtype for dtype, ops in plan.faster_dtypes().items() for op in ops}
+    return [
+        {"op": op, "kernels": sorted(kernels)} | ({"faster_dtype": faster[op]} if op in faster else {})
+        for op, kernels in sorted(found.items())
+    ]
 
 
 def _activation_quant_skipped(plan: Plan) -> list[dict[str, Any]]:

@@ -1,9 +1,12 @@
-"""What a choice says beside its reason: activations that are not quantized, a KV cache that no kernel reads."""
+"""What a choice says beside its reason: activations that are not quantized, a KV cache that no kernel reads, a dtype in
+which no kernel computes."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+
+import torch
 
 from inferplane.binding.choice import Choice
 from inferplane.ops import Op
@@ -50,4 +53,19 @@ def note_cache_dtype(op: Op, choice: Choice, kernels: Sequence[Kernel], ctx: Con
         if able and not kernel.refusals(op, any_layout, formats):
             choice.kv_dtype_unread = f"{kernel.name} reads no KV cache in {', '.join(dtypes)}"
             choice.why += f"; {choice.kv_dtype_unread}"
+            return
+
+
+def note_dtype(op: Op, choice: Choice, kernels: Sequence[Kernel], ctx: Context, formats: Collection[str]) -> None:
+    """Record that an op runs on torch because a faster kernel does not compute in the plan's dtype.
+
+    Args: those of `note_cache_dtype`.
+    """
+    if not choice.runs_on_torch or choice.decided_by == "pin":
+        return
+    able = [k for k in kernels if k.rank > RANK_COMPOSED and not k.is_less_precise_than(op)]
+    for dtype in (torch.bfloat16, torch.float16):
+        other = replace(ctx, dtype=dtype)
+        if dtype != ctx.dtype and any(not kernel.refusals(op, other, formats) for kernel in able):
+            choice.faster_dtype = str(dtype).removeprefix("torch.")
             return

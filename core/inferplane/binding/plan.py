@@ -195,6 +195,14 @@ class Plan:
         """`(step kind, site, op, choice)` of hot ops that run on torch because of the KV cache's dtype."""
         return [entry for entry in self.distinct() if entry[3].kv_dtype_unread]
 
+    def faster_dtypes(self) -> dict[str, list[str]]:
+        """By the dtype in which kernels would run them: hot ops that torch's operators run in the plan's dtype."""
+        found: dict[str, set[str]] = defaultdict(set)
+        for _, _, _, choice in self.distinct():
+            if choice.faster_dtype:
+                found[choice.faster_dtype].add(choice.op)
+        return {dtype: sorted(ops) for dtype, ops in found.items()}
+
     @property
     def expanded_bytes(self) -> int:
         """Bytes, in the plan's dtype, of the quantized weights that are dequantized at load."""

@@ -221,6 +221,9 @@ def _foot(data: Mapping[str, Any], lines: list[SiteRow]) -> Iterator[Line]:
     yield [(f"weights expanded at load: {_in_words(data['expanded_bytes'])}", "")]
     names = ", ".join(f"{item['op']} ({', '.join(item['kernels'])})" for item in data["on_torch"])
     yield [(f"hot ops on torch's own operators: {names or 'none'}", "")]
+    for dtype in sorted({item.get("faster_dtype", "") for item in data["on_torch"]} - {""}):
+        ops = ", ".join(item["op"] for item in data["on_torch"] if item.get("faster_dtype") == dtype)
+        yield [(f"faster with --dtype {dtype}, in which the device has kernels: {ops}", "bold red")]
 
 
 def _in_words(nbytes: int) -> str:

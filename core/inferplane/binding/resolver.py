@@ -16,7 +16,7 @@ from typing import Any
 
 from inferplane.binding.choice import DECOMPOSITION, REFERENCE, Choice, Dequantize, Options, Rejection
 from inferplane.binding.lock import signature
-from inferplane.binding.notes import note_activation_quant, note_cache_dtype
+from inferplane.binding.notes import note_activation_quant, note_cache_dtype, note_dtype
 from inferplane.errors import BindError, KernelError
 from inferplane.ops import EXTENSIONS, OPS, Op
 from inferplane.types import PLAIN, Context, Kernel, Weight
@@ -105,6 +105,7 @@ class Resolver:
         note_activation_quant(op, choice, self.by_op[op.name])
         able = [k for k in self.by_op[op.name] if k not in self.options.demoted]
         note_cache_dtype(op, choice, able, self.ctx, self.formats(op))
+        note_dtype(op, choice, able, self.ctx, self.formats(op))
         return choice
 
     def _note_hidden_pins(self, op: Op, c: Choice) -> None:

@@ -107,6 +107,24 @@ def test_bytes_that_are_expanded_and_what_runs_on_torch():
     assert text == ["weights expanded at load: none", "hot ops on torch's own operators: none"]
 
 
+def test_a_kernel_of_another_dtype_is_named_where_torch_runs_an_op():
+    """And only where the dtype alone is in its way."""
+    fast = kernel("linear", "fast", 90, when=When(dtypes=(torch.bfloat16,)))
+    torch_s = kernel("linear", "own", 10)
+    op = Linear(w("w", 48, 64))
+    assert plan(op, torch_s, fast).faster_dtypes() == {"bfloat16": ["linear"]}
+    assert explain(plan(op, torch_s, fast))["on_torch"] == [
+        {"op": "linear", "kernels": ["own:linear"], "faster_dtype": "bfloat16"}
+    ]
+    last = explain_text(plan(op, torch_s, fast)).splitlines()[-1]
+    assert last == "faster with --dtype bfloat16, in which the device has kernels: linear"
+    assert not plan(op, torch_s, fast, dtype=torch.bfloat16).faster_dtypes()
+    absent = kernel("linear", "fast", 90, when=When(dtypes=(torch.bfloat16,), features=("unit",)))
+    for other in (absent, kernel("linear", "fast", 10, when=When(dtypes=(torch.bfloat16,)))):
+        assert not plan(op, torch_s, other).faster_dtypes()
+    assert not plan(op, torch_s, kernel("linear", "wide", 50), fast).faster_dtypes(), "a kernel runs it"
+
+
 def test_nor_does_one_that_was_demoted_or_is_not_batch_invariant():
     int8, wide = kernel("linear", "int8", 90, when=INT8), kernel("linear", "wide", 50, batch_invariant=True)
     for p in (plan(Q, wide, int8, demoted={int8: "wrong"}), plan(Q, wide, int8, deterministic=True)):

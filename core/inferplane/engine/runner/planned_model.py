@@ -100,7 +100,21 @@ class PlannedModel(DeviceModel):
                 f"On device {self.backend.name!r} hot ops run on torch because of kv_cache_dtype = "
                 f"{self.options.kv_cache_dtype!r}: {reasons}. Leave it out for speed; strict=True refuses such a plan."
             )
+        if str(self.options.dtype) == "auto" and self.dtype.itemsize == 2:
+            self._warn_of_slow_dtype()
         self.host.emit(Event("plan.bound", {"device": self.backend.name, "model": self.files.name}))
+
+    def _warn_of_slow_dtype(self) -> None:
+        """Warn of a checkpoint in a dtype of 16 bits in which the device has no kernels, but in the other one. float32
+        is taken for its exactness.
+        """
+        stated = str(self.dtype).removeprefix("torch.")
+        for dtype, ops in self.plan.faster_dtypes().items():
+            warn(
+                f"{self.files.name} is in {stated}, in which device {self.backend.name!r} runs {', '.join(ops)} by "
+                f"torch's own operators. dtype={dtype!r} rounds the weights and is faster; dtype={stated!r} says that "
+                "this is meant."
+            )
 
     def check_chosen(self) -> None:
         """Check the chosen KV layouts and kernels on the opened device (the canary); replace those that are wrong."""
