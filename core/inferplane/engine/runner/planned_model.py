@@ -26,6 +26,7 @@ from inferplane.engine.runner.kv_cache import (
 from inferplane.engine.runner.loading import kv_scales
 from inferplane.engine.runner.loading.device_model import DeviceModel
 from inferplane.engine.runner.loading.drafters import OWN, Drafter, build_drafters
+from inferplane.engine.runner.loading.slow_ops import describe_slow_ops
 from inferplane.engine.runner.loading.weight_formats import build_as_read, count_expanded, formats_read_by_row
 from inferplane.engine.runner.model_files import ModelFiles
 from inferplane.engine.runner.options import RunnerOptions
@@ -87,34 +88,9 @@ class PlannedModel(DeviceModel):
         with self.measure_phase("bind"):
             self.bind(assumed=False)
         self.check_chosen()
-        if left := self.plan.hot_references():
-            ops = sorted({op for _, _, op in left})
-            warn(
-                f"On device {self.backend.name!r} hot ops run on their slow reference: {', '.join(ops)}. "
-                f"See `inferplane explain {self.files.name} --device {self.backend.name}` for the reasons; strict=True "
-                "refuses such a plan."
-            )
-        if slow := self.plan.unread_caches():
-            reasons = ", ".join(sorted({f"{op.name} ({choice.kv_dtype_unread})" for _, _, op, choice in slow}))
-            warn(
-                f"On device {self.backend.name!r} hot ops run on torch because of kv_cache_dtype = "
-                f"{self.options.kv_cache_dtype!r}: {reasons}. Leave it out for speed; strict=True refuses such a plan."
-            )
-        if str(self.options.dtype) == "auto" and self.dtype.itemsize == 2:
-            self._warn_of_slow_dtype()
+        for what in describe_slow_ops(self.plan, self.options, self.files.name):
+            warn(what)
         self.host.emit(Event("plan.bound", {"device": self.backend.name, "model": self.files.name}))
-
-    def _warn_of_slow_dtype(self) -> None:
-        """Warn of a checkpoint in a dtype of 16 bits in which the device has no kernels, but in the other one. float32
-        is taken for its exactness.
-        """
-        stated = str(self.dtype).removeprefix("torch.")
-        for dtype, ops in self.plan.faster_dtypes().items():
-            warn(
-                f"{self.files.name} is in {stated}, in which device {self.backend.name!r} runs {', '.join(ops)} by "
-                f"torch's own operators. dtype={dtype!r} rounds the weights and is faster; dtype={stated!r} says that "
-                "this is meant."
-            )
 
     def check_chosen(self) -> None:
         """Check the chosen KV layouts and kernels on the opened device (the canary); replace those that are wrong."""
