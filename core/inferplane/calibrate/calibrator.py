@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from inferplane.calibrate import folds
+from inferplane.calibrate.drafting import PredictionLayer, list_inputs
 from inferplane.calibrate.folds import Fold, find_folds
 from inferplane.calibrate.kv_scales import KVCalibration
-from inferplane.calibrate.layers import Hidden, LayeredModel, bind, run_layer
+from inferplane.calibrate.layers import Hidden, LayeredModel, LayerOp, bind, run_layer
 from inferplane.calibrate.methods.gptq import Hessian
 from inferplane.calibrate.methods.rounding import fake_quantize
 from inferplane.calibrate.observe import SAMPLE_ROWS, Inputs, NormReaders, ProductKey, ProductObserver
 from inferplane.calibrate.recipe import Channels, Recipe, WeightToRound
 from inferplane.models.reading.kv_scales import find_layer
 from inferplane.models.writing.kv_scales import names_of
-from inferplane.ops import Op
+from inferplane.ops import MTPLayer, Op
 from inferplane.ops.formats import FORMATS
 from inferplane.ops.oracle import Stored
 from inferplane.types import PLAIN, ActivationQuant, QTensor, Weight
@@ -77,6 +78,17 @@ class Calibrator:
         """Calibrate the next layer, and set `hidden` to what it returns quantized."""
         return _LayerCalibration(self, layer).run()
 
+    def calibrate_prediction(self, layers: Sequence[MTPLayer], number: int) -> LayerResult:
+        """As `calibrate_layer`, for the prediction layer of this number among all, from 0. The first one reads what the
+        model's final norm returns, each other one what the norm of that before it does."""
+        norm = layers[number - 1].norm if number else self.model.model.norm
+        drafting = replace(self, windows=list_inputs(self.windows, number))
+        states = zip(self.model.embed(drafting.windows), self.model.norm(norm, self.hidden), strict=True)
+        drafting.hidden = [Hidden(embedded.x, state[: len(embedded.x)]) for embedded, state in states]
+        result = _LayerCalibration(drafting, PredictionLayer(layers[number])).run()
+        self.hidden = drafting.hidden
+        return result
+
     @property
     def every(self) -> int:
         """One row of so many is held for searches."""
@@ -90,7 +102,7 @@ class Calibrator:
 class _LayerCalibration:
     """One layer while it is calibrated."""
 
-    def __init__(self, calibrator: Calibrator, layer: Op) -> None:
+    def __init__(self, calibrator: Calibrator, layer: LayerOp) -> None:
         self.calibrator, self.layer = calibrator, layer
         self.values = calibrator.model.load(layer)
         self.weights = {id(w): w for _, w in layer.weights() if w.parts}

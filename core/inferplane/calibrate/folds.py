@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from inferplane.calibrate.drafting import PredictionLayer
 from inferplane.calibrate.observe import NORMS, ProductKey
 from inferplane.ops import Op
 from inferplane.types import Weight
@@ -61,7 +62,7 @@ class Fold:
         return columns if self.repeats == 1 else columns.view(-1, self.repeats, self.head_dim).amax(1).flatten()
 
 
-def find_folds(layer: Op, readers: Mapping[Op, Sequence[ProductKey]]) -> list[Fold]:
+def find_folds(layer: Op | PredictionLayer, readers: Mapping[Op, Sequence[ProductKey]]) -> list[Fold]:
     """The folds of a layer: those behind norms, of which all products are known, and those within blocks.
 
     Args:

@@ -11,12 +11,15 @@ import torch
 from inferplane.binding import FormatReader, TensorSource
 from inferplane.binding.link import Around, bind_body
 from inferplane.binding.load import assemble
+from inferplane.calibrate.drafting import PredictionLayer
 from inferplane.ops import CausalLM, Op
 from inferplane.ops.oracle import OracleKV, Stored
 from inferplane.types import HOST, Batch, HybridCache, LayerCache, QTensor, StateCache, StateSlots, Weight
 from inferplane.types.batch import Query, make_batch
 
 BLOCK_TOKENS = 64
+LayerOp = Op | PredictionLayer
+"""What is loaded, bound and run by itself."""
 STATES = StateSlots(1, 2)
 """The slots of the one sequence of a step; slot 0 is that of padding."""
 
@@ -47,7 +50,7 @@ class LayeredModel:
     source: TensorSource
     readers: Mapping[str, FormatReader]
 
-    def load(self, op: Op) -> dict[int, torch.Tensor]:
+    def load(self, op: LayerOp) -> dict[int, torch.Tensor]:
         """The values of an op's weights in float32, by the weights' ids. Integers stay as they are.
 
         Raises:
@@ -68,13 +71,20 @@ class LayeredModel:
         embed = bind(self.model.embed, self.load(self.model.embed))
         return [Hidden(embed(torch.tensor(ids)), None) for ids in windows]
 
+    def norm(self, op: Op, hidden: Sequence[Hidden]) -> list[torch.Tensor]:
+        """The hidden states of each window after a norm that adds x and the residual."""
+        norm = bind(op, self.load(op))
+        return [norm(x, residual)[0] for x, residual in hidden]
 
-def bind(op: Op, values: Mapping[int, torch.Tensor], around: Around | None = None) -> Callable[..., Any]:
+
+def bind(op: LayerOp, values: Mapping[int, torch.Tensor], around: Around | None = None) -> Callable[..., Any]:
     """Bind an op to its body, with the values of its weights (`LayeredModel.load`)."""
 
     def value_of(weight: Weight) -> torch.Tensor:
         return values[id(weight)]
 
+    if isinstance(op, PredictionLayer):
+        return op.bind(lambda part: bind_body(part, value_of, around))
     return bind_body(op, value_of, around)
 
 
@@ -84,7 +94,7 @@ def make_step(ids: Sequence[int]) -> Batch:
     return make_batch([Query(ids, 0, list(blocks), state=STATES)], block_tokens=BLOCK_TOKENS, device=HOST)
 
 
-def make_cache(layer: Op, tokens: int, through: Stored | None = None) -> LayerCache:
+def make_cache(layer: LayerOp, tokens: int, through: Stored | None = None) -> LayerCache:
     """What a layer is called with beside the step: caches in float32 for a sequence of so many tokens.
 
     Args:
@@ -100,7 +110,7 @@ def make_cache(layer: Op, tokens: int, through: Stored | None = None) -> LayerCa
 
 
 def run_layer(
-    layer: Op, bound: Callable[..., Any], hidden: Hidden, ids: Sequence[int], through: Stored | None = None
+    layer: LayerOp, bound: Callable[..., Any], hidden: Hidden, ids: Sequence[int], through: Stored | None = None
 ) -> Hidden:
     """Run a bound layer over one window; `through` as of `make_cache`."""
     return Hidden(*bound(hidden.x, hidden.residual, make_step(ids), make_cache(layer, len(ids), through)))

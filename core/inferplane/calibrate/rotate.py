@@ -22,6 +22,7 @@ from inferplane.calibrate.observe import NormReaders, ProductKey, ProductObserve
 from inferplane.calibrate.rotations import Rotated, RotatedSource, Rotation
 from inferplane.errors import UnsupportedModelError
 from inferplane.models.build import Build
+from inferplane.models.draft_layers import find_stored
 from inferplane.models.reading.config import Config
 from inferplane.models.registry import build
 from inferplane.models.writing.compressed_form import find_patterns
@@ -69,7 +70,8 @@ def rotate(
     changes = {**UNTIED, **_state_blocks(blocks)}
     config = Config({**model.config, **changes}, model.config.name)
     after = build(Build(config, positions=len(ids)), plugins)
-    if before.mtp:
+    predicting = build(Build(model.config, positions=len(ids), mtp=True), plugins)
+    if find_stored(predicting, set(model.source.names())):
         raise UnsupportedModelError(
             f"{model.name} has prediction layers, which read the residual stream too.",
             remedy="quantize without a rotation, or take a copy without them",

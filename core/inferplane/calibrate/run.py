@@ -18,6 +18,7 @@ from inferplane.calibrate.recipe import Recipe
 from inferplane.calibrate.texts import MIN_WINDOW, hash_windows
 from inferplane.errors import UnsupportedModelError, UsageError
 from inferplane.models.build import Build
+from inferplane.models.draft_layers import find_stored
 from inferplane.models.registry import build
 from inferplane.models.writing.kv_scales import PARTS
 from inferplane.models.writing.quantize import QuantizedCopy
@@ -63,11 +64,17 @@ class CalibratedTensors:
     Args:
         partial: the folder that holds it.
         settings: how it was made.
+        predicting: how many of the layers, the last ones, are prediction layers.
         rotates_inner: what the second products of MLPs read is rotated while running.
     """
 
     def __init__(
-        self, partial: PartialCalibration, settings: CalibrationSettings, *, rotates_inner: bool = False
+        self,
+        partial: PartialCalibration,
+        settings: CalibrationSettings,
+        *,
+        predicting: int = 0,
+        rotates_inner: bool = False,
     ) -> None:
         self._partial = partial
         windows, names = settings.windows, ", ".join(settings.recipe.names) or "nearest"
@@ -75,11 +82,15 @@ class CalibratedTensors:
         by = f" ({names})" if settings.quantizes_weights else ""
         self.how = f"calibrated{by} on {len(windows)} windows, {tokens:,} tokens, with seed {settings.seed}."
         reports = partial.reports()
-        losses = ", ".join(f"{report.error:.2e}" for report in reports)
+        losses = [f"{report.error:.2e}" for report in reports]
+        own = len(losses) - predicting
+        listed = ", ".join(losses[:own]) + (
+            f"; prediction layers (MTP): {', '.join(losses[own:])}" if predicting else ""
+        )
         folded = sum(report.folded for report in reports)
         self.paragraphs: Sequence[str] = [
             f"SHA-256 of the windows' token ids: `{hash_windows(windows)}`. Texts: {', '.join(settings.data) or '-'}.",
-            f"What quantizing each layer added, as squares of the error over squares of its result: {losses}.",
+            f"What quantizing each layer added, as squares of the error over squares of its result: {listed}.",
             *([ROTATED] if settings.recipe.rotation is not None else []),
             *([ROTATED_INNER] if rotates_inner else []),
             *_describe_cache(partial),
@@ -121,12 +132,13 @@ def calibrate(
         CheckpointError: a tensor cannot be read, or the folder holds something else.
     """
     config = copy.origin.config
-    check_windows(settings.windows, int(config.get("vocab_size") or 0), int(config.get("max_position_embeddings") or 0))
-    longest = max(map(len, settings.windows))
-    plan = Build(config, format_of=copy.stored.format_of, positions=longest)
-    model = build(plan, plugins)
+    longest = max(map(len, settings.windows), default=1)
+    model = build(Build(config, format_of=copy.stored.format_of, positions=longest, mtp=True), plugins)
     if not len(model.layers):
         raise UnsupportedModelError(f"{copy.origin.name} has no layers.", remedy="quantize it without --data")
+    predicting = find_stored(model, set(copy.source.names()))
+    vocab, positions = (int(config.get(name) or 0) for name in ("vocab_size", "max_position_embeddings"))
+    check_windows(settings.windows, vocab, positions, max(MIN_WINDOW, len(predicting) + 1))
     layered = LayeredModel(model, copy.source, {**READERS, **copy.stored.readers})
     calibrator = Calibrator(
         layered,
@@ -142,12 +154,18 @@ def calibrate(
         calibrator.hidden = partial.read_hidden()
     else:
         calibrator.begin()
-    for number, layer in enumerate(model.layers):
+    count = len(model.layers)
+    for number in range(count + len(predicting)):
         if number >= partial.done:
-            partial.add(calibrator.calibrate_layer(layer), calibrator.hidden)
+            if number < count:
+                result = calibrator.calibrate_layer(model.layers[number])
+            else:
+                result = calibrator.calibrate_prediction(predicting, number - count)
+            partial.add(result, calibrator.hidden)
         if progress is not None:
-            progress(number + 1, len(model.layers))
-    return CalibratedTensors(partial, settings, rotates_inner=TRANSFORMS in copy.origin.changes)
+            progress(number + 1, count + len(predicting))
+    rotates_inner = TRANSFORMS in copy.origin.changes
+    return CalibratedTensors(partial, settings, predicting=len(predicting), rotates_inner=rotates_inner)
 
 
 def _describe_cache(partial: PartialCalibration) -> Iterator[str]:
@@ -159,13 +177,14 @@ def _describe_cache(partial: PartialCalibration) -> Iterator[str]:
         yield f"Static scales of the KV cache, one a layer: {', '.join(spans)}."
 
 
-def check_windows(windows: Sequence[Sequence[int]], vocab: int, positions: int) -> None:
-    """Raise UsageError for windows that are too short or too long, or have ids that the model lacks; 0: no limit."""
+def check_windows(windows: Sequence[Sequence[int]], vocab: int, positions: int, least: int = MIN_WINDOW) -> None:
+    """Raise UsageError for windows of less than so many tokens, too long ones, or ids that the model lacks; 0: no
+    limit."""
     if not windows:
         raise UsageError("No windows to calibrate on.", remedy="give texts, or windows of token ids")
     for ids in windows:
-        if len(ids) < MIN_WINDOW:
-            raise UsageError(f"A window of {len(ids)} tokens.", remedy=f"windows have at least {MIN_WINDOW}")
+        if len(ids) < least:
+            raise UsageError(f"A window of {len(ids)} tokens.", remedy=f"windows have at least {least}")
         if positions and len(ids) > positions:
             what = f"A window of {len(ids)} tokens for a model of {positions} positions."
             raise UsageError(what, remedy=f"lower --window-tokens to {positions} at most")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from inferplane.ops import EagleLayer, MTPLayer, Op
+from inferplane.ops import CausalLM, EagleLayer, MTPLayer, Op
 from inferplane.types import Weight
 
 AnyOp = TypeVar("AnyOp", bound=Op)
@@ -29,6 +29,21 @@ class DraftLayers:
     def own_weights(self, model: Op) -> set[int]:
         """Ids of the weights that `model`, for which they draft, does not have."""
         return {id(w) for layer in self.layers for _, w in layer.weights()} - {id(w) for _, w in model.weights()}
+
+
+def find_stored(model: CausalLM, names: Collection[str]) -> tuple[MTPLayer, ...]:
+    """The prediction layers of a model of which its files have a tensor; some configs count layers that are not there.
+
+    Args:
+        model: built with the layers.
+        names: of the tensors in its files.
+    """
+
+    def is_stored(layer: MTPLayer | EagleLayer) -> bool:
+        own = DraftLayers((layer,)).own_weights(replace(model, mtp=()))
+        return any(part in names for _, w in layer.weights() if id(w) in own for part in w.parts)
+
+    return tuple(layer for layer in model.mtp if isinstance(layer, MTPLayer) and is_stored(layer))
 
 
 def read_from(op: AnyOp, rename: Callable[[str], str], shared: Mapping[int, Weight] | None = None) -> AnyOp:

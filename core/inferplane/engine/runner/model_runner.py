@@ -49,7 +49,7 @@ class Runner(PlannedModel):
         self.steps: dict[StepKind, Callable[..., Any]] = {}
         self.cache: KVCache | None = None
         self.limited_by_cache = False
-        self.kv_values: kv_scales.Values = {}
+        self.kv_values: list[tuple[float, ...]] = []
         self.kv_budget_bytes: int | None = options.kv_cache_bytes
 
     @classmethod
@@ -140,7 +140,8 @@ class Runner(PlannedModel):
     def load_weights(self, progress: Callable[[int, int], None] | None) -> None:
         """Read and pack the weights, warn about what is odd in them, and link the bound ops with them (`steps`)."""
         with self.measure_phase("load"):
-            self.kv_values = kv_scales.read_values(self, self.plan)
+            kv_scales.warn_if_unused(self, self.plan, self.cached)
+            self.kv_values = kv_scales.read_values(self, self.plan, self.cached)
             self.loaded = read_weights(self, progress)
         self.link_weights()
 
@@ -240,7 +241,7 @@ class Runner(PlannedModel):
             stored = [made.layers[storage] for storage in tables.storage_of]
             layers = [kv if kv.request == r else kv.share(r) for kv, r in zip(stored, self.kv_requests())]
             made = replace(made, layers=tuple(layers), tables=tables.table_of)
-        made = kv_scales.give_scales(made, self.model, self.plan, self.kv_values)
+        made = kv_scales.give_scales(made, self.kv_values)
         requests, numbers = self.layer_requests(), made.list_tables()
         if all(request.keeps_entries_only for request in requests):
             return made

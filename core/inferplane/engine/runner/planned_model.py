@@ -56,7 +56,7 @@ class PlannedModel(DeviceModel):
     `drafters` has, and `model` with them; `draft`, a draft model or None; `verdicts` of the canary; `ranks`, the
     processes that share the model, None for one; `loaded`, the weights; `decode`, which runs decode steps, and
     `captured_speculation`, which runs them together with a draft layer: both None before the model is loaded;
-    `spent_s`, seconds by phase.
+    `spent_s`, seconds by phase; `cached`, the layers that store entries.
     """
 
     def __init__(self, files: ModelFiles, host: PluginHost, backend: Backend, options: RunnerOptions) -> None:
@@ -164,6 +164,7 @@ class PlannedModel(DeviceModel):
             options=Options(self.pins, choices, self.demoted),
             strict=self.options.strict,
         )
+        self.cached = kv_scales.list_layers(self, self.plan, self.model, self.drafters)
 
     def fingerprint(self) -> dict[str, str]:
         """The device, architecture and torch version that a lock file has to match."""
@@ -300,7 +301,7 @@ class PlannedModel(DeviceModel):
         """The entries `kv_tables` and, if there are any, `drafters`, the `states` that layers keep of sequences, and
         what is `quantized` while it is read, of `explain`.
         """
-        data: dict[str, Any] = {"kv_tables": self.tables.data(), **kv_scales.describe(self, self.plan)}
+        data: dict[str, Any] = {"kv_tables": self.tables.data(), **kv_scales.describe(self, self.plan, self.cached)}
         if drafters := self.describe_drafters():
             data["drafters"] = drafters
         if sequence_bytes := self.count_state_bytes():

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from inferplane.binding import TensorSource
 from inferplane.errors import CheckpointError, first_of
 from inferplane.files import AGAIN
-from inferplane.ops import Op
-from inferplane.types import Shard
+from inferplane.types import Shard, Weight
 
 ENTRIES = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_method", "static_kv_dtype")
 """Entries of a quantization config that say how a cache was calibrated: of compressed-tensors and ModelOpt, of
@@ -119,7 +118,14 @@ def _read_entry(value: Any) -> tuple[str, str]:
     return ("fp8" if kind == "float" else "int8"), ""
 
 
-def find_layer(layer: Op) -> str:
+class HasWeights(Protocol):
+    """An op, or several of a layer."""
+
+    def weights(self) -> Iterator[tuple[str, Weight]]:
+        """See `Op.weights`."""
+
+
+def find_layer(layer: HasWeights) -> str:
     """The name of a layer in its checkpoint, such as "model.layers.0"; "" for one without a number."""
     for _, weight in layer.weights():
         for part in weight.parts:

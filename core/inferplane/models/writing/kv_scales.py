@@ -3,12 +3,13 @@ the config."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from inferplane.models.build import Build
+from inferplane.models.draft_layers import find_stored
 from inferplane.models.reading.config import Config
 from inferplane.models.reading.kv_scales import find_layer
 from inferplane.models.registry import build
@@ -20,14 +21,22 @@ TYPES = {"fp8": "float", "int8": "int"}
 PARTS = ("k_scale", "v_scale")
 
 
-def list_layers(config: Config, stored: QuantFormats, plugins: Mapping[str, Any] | None) -> list[str]:
-    """The layers of a model that store keys, such as "model.layers.0".
+def list_layers(
+    config: Config, stored: QuantFormats, names: Collection[str], plugins: Mapping[str, Any] | None
+) -> list[str]:
+    """The layers of a model that store keys, such as "model.layers.0", and its prediction layers.
+
+    Args:
+        config: of the model.
+        stored: formats of its weights.
+        names: of the tensors in its files.
+        plugins: model families of plugins.
 
     Raises:
         UnsupportedModelError: the model's architecture is unknown.
     """
-    model = build(Build(config, format_of=stored.format_of), plugins)
-    return [find_layer(layer) for layer in model.layers if layer.kv_requests()]
+    model = build(Build(config, format_of=stored.format_of, mtp=True), plugins)
+    return [find_layer(layer) for layer in (*model.layers, *find_stored(model, names)) if layer.kv_requests()]
 
 
 def names_of(layer: str) -> tuple[str, str]:

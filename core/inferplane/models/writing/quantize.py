@@ -211,7 +211,9 @@ class QuantizedCopy:
     @cached_property
     def kv_layers(self) -> list[str]:
         """Layers that get static scales of the cache."""
-        return [] if self.kv_dtype is None else list_layers(self.origin.config, self.stored, self.origin.plugins)
+        if self.kv_dtype is None:
+            return []
+        return list_layers(self.origin.config, self.stored, set(self.source.names()), self.origin.plugins)
 
     def _choose(self, name: str) -> None:
         """Set the format of a weight, if it has one that can be stored."""

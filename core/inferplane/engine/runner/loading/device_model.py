@@ -64,11 +64,7 @@ class DeviceModel:
     @cached_property
     def kv_scales(self) -> KVScales | None:
         """Calibrated scales of the KV cache that the files state or have; None: neither."""
-        if self.options.load_format == "dummy" or not self.files.has_weights:
-            return None
-        if (exported := self.files.exported) is not None:
-            return None if exported.kv_scales is None else of_export(exported.kv_scales)
-        return find_kv_scales(self.files.config.get("quantization_config"), set(self.files.names()))
+        return None if self.options.load_format == "dummy" else find_scales_in(self.files)
 
     def _has_kv_scales(self, kv_dtype: str) -> bool:
         """Whether there are static scales for a KV dtype. Random weights have random ones."""
@@ -104,3 +100,12 @@ class DeviceModel:
             remedy=f"set another kv_cache_dtype; its author finds more with `inferplane conform --device "
             f"{self.backend.name}`",
         )
+
+
+def find_scales_in(files: ModelFiles) -> KVScales | None:
+    """Calibrated scales of the KV cache that files state or have; None: neither."""
+    if not files.has_weights:
+        return None
+    if files.exported is not None:
+        return None if files.exported.kv_scales is None else of_export(files.exported.kv_scales)
+    return find_kv_scales(files.config.get("quantization_config"), set(files.names()))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from inferplane.engine.runner.exports.compare import settle_options
 from inferplane.engine.runner.kv_cache import CachePlan
+from inferplane.engine.runner.loading import kv_scales
 from inferplane.engine.runner.loading.weight_loading import read_weights
 from inferplane.engine.runner.model_runner import Runner
 from inferplane.engine.runner.options import RunnerOptions
@@ -72,16 +73,16 @@ def prepare_switch(runner: Runner, options: RunnerOptions) -> Switch:
         runner.options = replace(runner.options, num_drafts=options.num_drafts)
         return Switch(runner, None)
     plan = runner.options, runner.base, runner.drafters, runner.model, runner.plan, runner.max_model_len
-    weights, released = (runner.loaded, runner.steps), runner.draft
-    checks = [*runner.verdicts], {**runner.demoted}, {**runner.wrong_layouts}
+    weights, released = (runner.loaded, runner.steps, runner.kv_values), runner.draft
+    checks = [*runner.verdicts], {**runner.demoted}, {**runner.wrong_layouts}, runner.cached
     try:
         return _switch(runner, options, released)
     except BaseException:
         if runner.draft is not None and runner.draft is not released:
             runner.draft.close()
         runner.options, runner.base, runner.drafters, runner.model, runner.plan, runner.max_model_len = plan
-        (runner.loaded, runner.steps), runner.draft = weights, released
-        runner.verdicts, runner.demoted, runner.wrong_layouts = checks
+        (runner.loaded, runner.steps, runner.kv_values), runner.draft = weights, released
+        runner.verdicts, runner.demoted, runner.wrong_layouts, runner.cached = checks
         raise
 
 
@@ -96,6 +97,7 @@ def _switch(runner: Runner, options: RunnerOptions, released: Runner | None) -> 
     runner.draft = None if options.draft is None else runner.bind_draft(options.draft)
     _check_memory(runner)
     caches = runner.plan_caches()
+    runner.kv_values = kv_scales.read_values(runner, runner.plan, runner.cached)
     runner.loaded = read_weights(runner, None)
     runner.link_weights()
     if runner.draft is not None:
