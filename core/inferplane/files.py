@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
@@ -13,6 +14,8 @@ from inferplane.errors import CheckpointError, UsageError
 _OPENED = ("/dev/fd/", "/dev/stdout", "/dev/stderr", "/proc/")
 """Names of files that a process has opened; they may have other writers."""
 AGAIN = "fetch the file again"
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Numbers of errors that say that a disk, or a user's part of it, is full."""
 
 
 def file_size(path: Path) -> int:

@@ -7,8 +7,10 @@ name when complete, so that what is there is whole.
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,18 @@ from safetensors.torch import save_file
 from inferplane.calibrate.calibrator import LayerResult
 from inferplane.calibrate.layers import Hidden
 from inferplane.errors import CheckpointError
+from inferplane.ops.formats import FORMATS
 from inferplane.types import QTensor
+from inferplane.types.qtensor import scale_shape
 
 SETTINGS = "settings.json"
 HIDDEN = "hidden"
 DATA, SCALE = "data", "scale"
+PARTIAL = ".partial"
+"""Ends the names of files that are not complete yet."""
+HEADER_BYTES = 512
+"""Of a tensor's name, shape and form in a file's header, with both of its parts, at most."""
+_NUMBER = re.compile(r"\(os error (\d+)\)")
 
 
 @dataclass(frozen=True)
@@ -76,7 +85,7 @@ class PartialCalibration:
         """
         requested = json.loads(json.dumps(settings))
         path = folder / SETTINGS
-        if folder.exists() and not path.is_file() and any(folder.iterdir()):
+        if folder.exists() and not path.is_file() and any(x.suffix != PARTIAL for x in folder.iterdir()):
             raise CheckpointError(f"{folder} holds something else than a calibration.", remedy="move it away")
         if not path.is_file():
             folder.mkdir(parents=True, exist_ok=True)
@@ -181,17 +190,42 @@ def _open(path: Path) -> Any:
 
 def _save(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
     """Write a file that appears when it is complete."""
-    made = path.with_suffix(".partial")
+    made = path.with_suffix(PARTIAL)
     try:
         save_file(dict(tensors), made, metadata={**metadata})
         os.replace(made, path)
     except SafetensorError as error:
-        raise OSError(str(error)) from error
+        number = _NUMBER.search(str(error))
+        raise (OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))) from error
     finally:
         made.unlink(missing_ok=True)
 
 
 def _write_text(path: Path, text: str) -> None:
-    made = path.with_suffix(".partial")
-    made.write_text(text, encoding="utf-8")
-    os.replace(made, path)
+    """Write a file that appears when it is complete."""
+    made = path.with_suffix(PARTIAL)
+    try:
+        made.write_text(text, encoding="utf-8")
+        os.replace(made, path)
+    finally:
+        made.unlink(missing_ok=True)
+
+
+def count_bytes(folder: Path) -> int:
+    """Bytes of the files in a folder; of none if there is none."""
+    return sum(path.stat().st_size for path in folder.iterdir()) if folder.is_dir() else 0
+
+
+def count_layer_bytes(weights: Mapping[str, tuple[tuple[int, ...], str]], others: Iterable[tuple[int, ...]]) -> int:
+    """Most bytes of the files of all layers.
+
+    Args:
+        weights: shapes and formats of quantized weights, by name.
+        others: shapes of other tensors that may change.
+    """
+    total = sum(4 * math.prod(shape) + HEADER_BYTES for shape in others)
+    for shape, format in weights.values():
+        rows, columns = FORMATS[format][2]
+        scales = scale_shape(shape, (rows, columns or shape[-1]))
+        total += math.prod(shape) + 4 * math.prod(scales) + HEADER_BYTES
+    return total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,13 +14,15 @@ import torch
 
 from inferplane.calibrate.calibrator import Calibrator
 from inferplane.calibrate.layers import LayeredModel
-from inferplane.calibrate.partial import PartialCalibration
+from inferplane.calibrate.partial import PartialCalibration, count_bytes, count_layer_bytes
 from inferplane.calibrate.recipe import Recipe
 from inferplane.calibrate.texts import MIN_WINDOW, hash_windows
 from inferplane.errors import UnsupportedModelError, UsageError
 from inferplane.models.build import Build
 from inferplane.models.draft_layers import find_stored
+from inferplane.models.reading.kv_scales import LAYER
 from inferplane.models.registry import build
+from inferplane.models.writing.disk_space import check_space, refuse_write
 from inferplane.models.writing.kv_scales import PARTS
 from inferplane.models.writing.quantize import QuantizedCopy
 from inferplane.quant import READERS
@@ -130,6 +133,7 @@ def calibrate(
         UsageError: a window is too short or has ids that the model lacks.
         UnsupportedModelError: the model cannot be calibrated.
         CheckpointError: a tensor cannot be read, or the folder holds something else.
+        CapacityError: the disk is too small, or was full; the same call goes on with what is there.
     """
     config = copy.origin.config
     longest = max(map(len, settings.windows), default=1)
@@ -149,7 +153,9 @@ def calibrate(
         settings.seed,
         copy.kv_dtype,
     )
-    partial = PartialCalibration.begin(folder, describe(copy, settings))
+    check_space(folder, _list_space(copy, settings, folder))
+    with _writing(copy, settings, folder):
+        partial = PartialCalibration.begin(folder, describe(copy, settings))
     if partial.done:
         calibrator.hidden = partial.read_hidden()
     else:
@@ -161,11 +167,32 @@ def calibrate(
                 result = calibrator.calibrate_layer(model.layers[number])
             else:
                 result = calibrator.calibrate_prediction(predicting, number - count)
-            partial.add(result, calibrator.hidden)
+            with _writing(copy, settings, folder):
+                partial.add(result, calibrator.hidden)
         if progress is not None:
             progress(number + 1, count + len(predicting))
     rotates_inner = TRANSFORMS in copy.origin.changes
     return CalibratedTensors(partial, settings, predicting=len(predicting), rotates_inner=rotates_inner)
+
+
+@contextlib.contextmanager
+def _writing(copy: QuantizedCopy, settings: CalibrationSettings, folder: Path) -> Iterator[None]:
+    """Raise CapacityError, which says what is needed, where the block finds the disk full."""
+    try:
+        yield
+    except OSError as error:
+        raise refuse_write(error, folder, _list_space(copy, settings, folder), goes_on=True) from error
+
+
+def _list_space(copy: QuantizedCopy, settings: CalibrationSettings, folder: Path) -> dict[str, int]:
+    """What is still to be written -> its most bytes: layers, with hidden states before and behind one, and the copy."""
+    source, names = copy.source, copy.names
+    weights = {name: (source.shape(name) or (), format) for name, format in copy.formats.items()}
+    others = [name for name in names if name not in weights and LAYER.match(name)] if settings.recipe.scale else []
+    width = int(copy.origin.config.get("hidden_size") or 0)
+    states = 2 * 2 * 4 * width * sum(map(len, settings.windows))
+    unfinished = count_layer_bytes(weights, (source.shape(name) or () for name in others)) + states
+    return {str(folder): max(0, unfinished - count_bytes(folder)), "the copy": copy.max_bytes}
 
 
 def _describe_cache(partial: PartialCalibration) -> Iterator[str]:

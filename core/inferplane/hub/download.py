@@ -6,13 +6,13 @@ huggingface_hub 2 begins anew after an interruption, and checks no hash of what 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from inferplane.errors import CapacityError, CheckpointError, DownloadError
+from inferplane.files import FULL
 from inferplane.hub.cache import INCOMPLETE, RepositoryCache
 from inferplane.hub.connection import HubConnection
 from inferplane.hub.repository import RemoteFile
@@ -20,7 +20,6 @@ from inferplane.hub.repository import RemoteFile
 CHUNK_BYTES = 2**20
 PATIENCE_S = 0.5
 """Seconds after which a wait for another process is worth a remark."""
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class _Hash(Protocol):

@@ -13,10 +13,15 @@ REPLACED = ("config.json", "params.json", *FILES)
 """Files that say how the source was quantized, or what its config is."""
 
 
+def list_carried(origin: Path | None) -> list[Path]:
+    """Tokenizer, templates, generation config and licences in a folder; of no origin nothing."""
+    found = sorted(path for pattern in CARRIED for path in origin.glob(pattern)) if origin is not None else ()
+    return [path for path in found if path.is_file() and path.name not in REPLACED and ".safetensors" not in path.name]
+
+
 def carry_files(origin: Path | None, folder: Path) -> None:
-    """Copy tokenizer, templates, generation config and licences; of no origin nothing."""
-    for path in sorted(path for pattern in CARRIED for path in origin.glob(pattern)) if origin is not None else ():
-        if path.is_file() and path.name not in REPLACED and ".safetensors" not in path.name:
-            target = folder / path.relative_to(origin)  # type: ignore[arg-type]  # there is one
-            target.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, target)
+    """Copy what `list_carried` lists."""
+    for path in list_carried(origin):
+        target = folder / path.relative_to(origin)  # type: ignore[arg-type]  # there is one
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -15,13 +14,13 @@ from typing import Any
 import torch
 
 from inferplane.binding.load import check
-from inferplane.errors import CapacityError, CheckpointError, InferplaneError, UnsupportedModelError, UsageError, warn
+from inferplane.errors import CheckpointError, InferplaneError, UnsupportedModelError, UsageError, warn
 from inferplane.models.build import Build
 from inferplane.models.reading.config import Config
 from inferplane.models.reading.kv_scales import find_kv_scales
 from inferplane.models.reading.normalize import SPELLINGS, TEXT_PART_OF
 from inferplane.models.registry import build
-from inferplane.models.writing.carried_files import carry_files
+from inferplane.models.writing.carried_files import carry_files, list_carried
 from inferplane.models.writing.compressed_form import (
     FORMS,
     GROUP_SIZES,
@@ -33,6 +32,7 @@ from inferplane.models.writing.compressed_form import (
     regroup,
     split,
 )
+from inferplane.models.writing.disk_space import check_space, refuse_write
 from inferplane.models.writing.fused_names import is_stored_within, list_parts
 from inferplane.models.writing.kv_scales import (
     TYPES,
@@ -52,11 +52,12 @@ from inferplane.quant.instructions import TRANSFORMS, take_transforms
 from inferplane.quant.online import max_magnitude
 from inferplane.quant.requantize import requantize
 from inferplane.types import PLAIN, QTensor, Shard
-from inferplane.units import format_bytes
 
 Progress = Callable[[int, int], None]
 SAME_WEIGHTS = {"a8w8c8": ("a8w8", "int8"), "a8w8c8_fp8": ("a8w8_fp8", "fp8")}
 """Schemes that differ from another one in the cache alone, and its dtype: entries are quantized while running."""
+HEADER_BYTES, TEXT_BYTES = 256, 2**16
+"""Most bytes of a tensor's entry in the header of its file, and of config and model card."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
 
@@ -120,12 +121,7 @@ def quantize_checkpoint(
     copy.check()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(folder.parent).free
-        if copy.max_bytes > free:
-            raise CapacityError(
-                f"{folder} takes {format_bytes(copy.max_bytes)}, and the disk has {format_bytes(free)} free.",
-                remedy="free space, or choose a folder on another disk",
-            )
+        check_space(folder.parent, {str(folder): copy.max_bytes})
         if calibrate is not None:
             copy.calibrated = calibrate(copy)
         with tempfile.TemporaryDirectory(prefix=f"{folder.name}.partial-", dir=folder.parent) as parent:
@@ -138,9 +134,8 @@ def quantize_checkpoint(
             (made / "README.md").write_text(copy.describe(folder.name, version), encoding="utf-8")
             made.rename(folder)
     except OSError as error:
-        raise UsageError(
-            f"{folder} cannot be written: {error.strerror or error}.", remedy="choose another folder, or free space"
-        ) from error
+        takes, goes_on = {str(folder): copy.max_bytes}, calibrate is not None
+        raise refuse_write(error, folder.parent, takes, goes_on=goes_on) from error
     return QuantizedFolder(folder, writer.nbytes, Counter(copy.formats.values()))
 
 
@@ -254,8 +249,9 @@ class QuantizedCopy:
 
     @property
     def max_bytes(self) -> int:
-        """Most bytes of the copy."""
-        return sum(planned.max_bytes for planned in self.planned)
+        """Most bytes of the copy, with its config and the files that it takes over."""
+        carried = sum(path.stat().st_size for path in list_carried(self.origin.folder))
+        return TEXT_BYTES + carried + sum(HEADER_BYTES + planned.max_bytes for planned in self.planned)
 
     def tensors(self, progress: Progress | None) -> Iterator[tuple[str, torch.Tensor]]:
         """Read, quantize and give every tensor, by name."""
