@@ -139,3 +139,27 @@ def test_whole_layers_write_and_read_what_smaller_kernels_do(name, tree, schedul
     first = 2 if tree == "grouped" else 1  # the first layer sees the same inputs in all three ways
     for one, small, kind in zip(found[0][1], found[2][1], [*(["entries"] * first), *(["scales"] * first)]):
         assert torch.equal(one[slots], small[slots]), kind
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("wild", [float("nan"), float("inf")])
+@pytest.mark.parametrize("tree", ["grouped", "latents"])
+def test_a_token_that_is_not_finite_has_zeros_and_no_scale(name, tree, wild):
+    """As the layout writes it; other tokens' entries are theirs."""
+    made = tiny_llama() if tree == "grouped" else latents_and_experts("plain")
+    weights = stepping.draw_weights(made, torch.bfloat16, steady_routes=True)
+    weights[id(made.embed.weight)][7, 3] = wild
+    prompt, found = [[3, 5, 7, 11]], []
+    with use_instruction_set(name):
+        for without in ((), SMALL):
+            bound = bound_model(made, weights, 40, without, "int8")
+            stepping.run(bound, prompt, lambda sequence, done, total: 2)
+            first = bound.cache.layers[0]  # what later layers read depends on attention's treatment of NaN
+            found.append([t[:-1] for t in (*first.entries, *first.scales)])
+    for one, small in zip(*found, strict=True):
+        assert torch.allclose(one.float(), small.float(), rtol=0, atol=0, equal_nan=True)
+    half = len(found[0]) // 2
+    for entries, scales in zip(found[0][:half], found[0][half:], strict=True):
+        broken = ~scales.isfinite()
+        assert broken.any(-1).sum() == 1 and broken.sum() == scales.shape[-1] and (scales[~broken] > 0).sum() > 2
+        assert not entries[broken.any(-1)].any() and entries[~broken.any(-1)].any()

@@ -82,9 +82,14 @@ struct QuantizedRow {
 };
 
 // to[c] = x[c] / scale, rounded to even, for n entries: integers from -127 to 127. Returns scale, which is the largest
-// magnitude / 127, or 1 for a row of zeros, and the integers' sum.
+// magnitude / 127, or 1 for a row of zeros, and the integers' sum. Of a row that is not finite all integers are 0, and
+// scale is NaN or infinite, so that no entry is read as a number.
 inline QuantizedRow quantize_int8_row(const bf16 *x, int64_t n, int8_t *to) {
   float scale = largest_magnitude(x, n) / 127.0f;
+  if (!(scale < 3e38f)) {  // no integer is nearest to NaN
+    memset(to, 0, (size_t)n);
+    return {scale, 0};
+  }
   if (scale == 0) scale = 1;
   float inverse = 1 / scale;
   bool exact = scale > 1e-30f && scale < 1e30f;

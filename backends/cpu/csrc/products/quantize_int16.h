@@ -20,8 +20,14 @@ struct Int16Activations {
 
 // Lanes value * inverse rounded to integers of 16 bits, ties to even.
 inline Ints round_to_int16(Floats value, float inverse) {
-  // NaN becomes an integer whose lower half is zero.
-  return __builtin_convertvector(round_even(value * inverse), Ints) << 16 >> 16;
+  // The instruction rounds to even, and makes of NaN an integer whose lower half is zero; a conversion of C++ need not.
+#ifdef __AVX512F__
+  __m512i rounded = _mm512_cvtps_epi32((__m512)(value * inverse));
+  return (Ints)_mm512_srai_epi32(_mm512_slli_epi32(rounded, 16), 16);
+#else
+  __m256i rounded = _mm256_cvtps_epi32((__m256)(value * inverse));
+  return (Ints)_mm256_srai_epi32(_mm256_slli_epi32(rounded, 16), 16);
+#endif
 }
 // Rounds sixteen activations at `value`, times `inverse`, to 16 bits and writes them in the form of
 // `Int16Activations::quads`: four numbers to first[0 .. 4], four to second[0 .. 4]. Returns a register whose lanes sum
