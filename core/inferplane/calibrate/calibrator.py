@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from inferplane.calibrate import folds
+from inferplane.calibrate import folds, shifts
 from inferplane.calibrate.drafting import PredictionLayer, list_inputs
 from inferplane.calibrate.folds import Fold, find_folds
 from inferplane.calibrate.kv_scales import KVCalibration
@@ -16,7 +16,8 @@ from inferplane.calibrate.layers import Hidden, LayeredModel, LayerOp, bind, run
 from inferplane.calibrate.methods.gptq import Hessian
 from inferplane.calibrate.methods.rounding import fake_quantize
 from inferplane.calibrate.observe import SAMPLE_ROWS, Inputs, NormReaders, ProductKey, ProductObserver
-from inferplane.calibrate.recipe import Channels, Recipe, WeightToRound
+from inferplane.calibrate.recipe import Channels, Method, Recipe, WeightToRound
+from inferplane.calibrate.shifts import ChannelShift, NormRanges, find_shifts
 from inferplane.models.reading.kv_scales import find_layer
 from inferplane.models.writing.kv_scales import names_of
 from inferplane.ops import MTPLayer, Op
@@ -39,12 +40,14 @@ class LayerResult:
         plain: other tensors that changed, by checkpoint names.
         error: of what the layer returns, by the squares of differences and values: what quantizing it added.
         folded: number of places where channels were rescaled, and of those that were left because results changed.
+        shifted: the same of places where channels were shifted.
     """
 
     quantized: Mapping[str, QTensor]
     plain: Mapping[str, torch.Tensor]
     error: float
     folded: tuple[int, int]
+    shifted: tuple[int, int] = (0, 0)
 
 
 @dataclass
@@ -116,15 +119,24 @@ class _LayerCalibration:
         return found.pop() if len(found) == 1 and len(weight.shape) > 1 else PLAIN
 
     def run(self) -> LayerResult:
-        """Observe, fold, round, and run again."""
-        readers, results = NormReaders(), self._observe()
-        folded = (0, 0)
-        if self.calibrator.recipe.scale is not None:
-            self._step(0, ProductObserver(self.values, self.weights.values(), readers.see), readers.around)
-            folded = self._fold(find_folds(self.layer, readers.found), results[0])
+        """Observe, shift, fold, round, and run again."""
+        recipe, folded, shifted = self.calibrator.recipe, (0, 0), (0, 0)
+        if recipe.shift is not None:
+            shifted, results = self._shift(recipe.shift)
+            (result, *_) = self._observe()
+        else:
+            result, *_ = results = self._observe()
+        if recipe.scale is not None:
+            folded = self._fold(find_folds(self.layer, self._find_readers()), result)
         quantized = self._round()
         plain = {**self._list_changed(), **self._scale_cache()}
-        return LayerResult(quantized, plain, self._advance(results), folded)
+        return LayerResult(quantized, plain, self._advance(results), folded, shifted)
+
+    def _find_readers(self) -> Mapping[Op, Sequence[ProductKey]]:
+        """Which products read the result of which norm."""
+        readers = NormReaders()
+        self._step(0, ProductObserver(self.values, self.weights.values(), readers.see), readers.around)
+        return readers.found
 
     def _step(
         self, number: int, products: ProductObserver, around: Any = None, through: Stored | None = None
@@ -161,7 +173,34 @@ class _LayerCalibration:
         products = ProductObserver(self.values, quantized, count)
         return [self._step(i, products).total() for i in range(len(self.calibrator.windows))]
 
-    # -- scales of channels
+    # -- shifts and scales of channels
+
+    def _shift(self, method: Method) -> tuple[tuple[int, int], list[torch.Tensor]]:
+        """Choose and apply shifts; one that changes the layer's result is undone. Biases are as they will be stored.
+        Returns how many were applied and undone, and the hidden states behind the layer as it was."""
+        done, undone = list[ChannelShift](), 0
+        found = [
+            shift
+            for shift in find_shifts(self.layer, self._find_readers())
+            if any(self.formats[key.weight] != PLAIN for key, _ in shift.read_by)
+        ]
+        ranges = NormRanges([shift.norm for shift in found])
+        count, unseen = len(self.calibrator.windows), ProductObserver(self.values, (), lambda key, x: x)
+        results = [self._step(i, unseen, ranges.around).total() for i in range(count)]
+        for shift in found:
+            seen = (torch.stack(each[shift.norm]) for each in (ranges.least, ranges.largest))
+            held = {id(w): self.values[id(w)].clone() for w in shift.weights()}
+            shifts.apply(shift, self.values, method.run(*seen))  # type: ignore[arg-type]
+            if _is_close(self._step(0, unseen).total(), results[0]):
+                done.append(shift)
+                continue
+            for i, value in held.items():
+                self.values[i].copy_(value)
+            undone += 1
+        for weight in (weight for shift in done for weight in shift.weights()):
+            dtype = self.calibrator.model.source.dtype(weight.parts[0]) or torch.float32
+            self.values[id(weight)].copy_(self.values[id(weight)].to(dtype))
+        return (len(done), undone), results
 
     def _fold(self, found: Iterable[Fold], result: torch.Tensor) -> tuple[int, int]:
         """Choose and fold scales; a fold that changes the layer's result is undone."""

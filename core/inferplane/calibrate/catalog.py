@@ -57,6 +57,15 @@ def make_quantease() -> Method:
     return Method("round", run, "QuantEase, arXiv 2309.01885, begun from GPTQ", needs_hessian=True)
 
 
+def make_shift() -> Method:
+    """Outlier Suppression+'s shift."""
+
+    def run(least: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+        return ((largest + least) / 2).mean(0)
+
+    return Method("shift", run, "centres of channels, Outlier Suppression+, arXiv 2304.09145")
+
+
 def make_smoothquant() -> Method:
     """SmoothQuant with the exponent that has the smallest error."""
 

@@ -43,11 +43,14 @@ class LayerReport:
     Args:
         error: see `LayerResult`.
         folded: places where channels were rescaled. unfolded: places that were left as they were.
+        shifted, unshifted: the same of places where channels were shifted.
     """
 
     error: float
     folded: int
     unfolded: int
+    shifted: int = 0
+    unshifted: int = 0
 
 
 class PartialCalibration:
@@ -111,7 +114,7 @@ class PartialCalibration:
             tensors[f"{name}|{DATA}"], tensors[f"{name}|{SCALE}"] = q.data.contiguous(), q.scale.contiguous()
             forms[name] = [q.block, q.bits]
         tensors.update({name: value.contiguous() for name, value in result.plain.items()})
-        report = LayerReport(result.error, *result.folded)
+        report = LayerReport(result.error, *result.folded, *result.shifted)
         path = self._layer_path(self.done)
         _save(path, tensors, {"forms": json.dumps(forms), "report": json.dumps(asdict(report))})
         states = {}

@@ -73,6 +73,8 @@ class WeightToRound:
 
 Scale = Callable[[Channels], torch.Tensor]
 """Gives the scale of channels, `[C]`, positive."""
+Shift = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Gives what is subtracted from channels, `[C]`, from the smallest and the largest of each in each window, `[W, C]`."""
 Round = Callable[[WeightToRound], QTensor]
 """Rounds a weight to its format."""
 Rotate = Callable[[int, int], Rotation]
@@ -84,15 +86,15 @@ class Method:
     """A calibration method.
 
     Args:
-        kind: "rotate" makes a rotation of the residual stream, "scale" chooses scales of channels, "round" rounds
-            weights.
+        kind: "rotate" makes a rotation of the residual stream, "shift" chooses what is subtracted from channels,
+            "scale" chooses scales of channels, "round" rounds weights.
         run: does it.
         about: what it is, in a line.
         needs_hessian: whether it reads `Inputs.hessian`.
     """
 
-    kind: Literal["rotate", "scale", "round"]
-    run: Rotate | Scale | Round
+    kind: Literal["rotate", "shift", "scale", "round"]
+    run: Rotate | Shift | Scale | Round
     about: str
     needs_hessian: bool = False
 
@@ -106,12 +108,14 @@ class Recipe:
         scale: chooses scales of channels; None: channels stay as they are.
         round: rounds weights.
         rotation: makes the rotation of the residual stream (`rotate`); None: it is not rotated.
+        shift: chooses what is subtracted from channels; None: nothing is.
     """
 
     names: tuple[str, ...]
     scale: Method | None
     round: Method
     rotation: Method | None = None
+    shift: Method | None = None
 
     @property
     def needs_hessian(self) -> bool:
@@ -119,13 +123,18 @@ class Recipe:
         return self.round.needs_hessian or (self.scale is not None and self.scale.needs_hessian)
 
 
-KINDS = {"rotate": "rotate the residual stream", "scale": "choose scales of channels", "round": "round weights"}
+KINDS = {
+    "rotate": "rotate the residual stream",
+    "shift": "shift channels",
+    "scale": "choose scales of channels",
+    "round": "round weights",
+}
 """What methods do, by kind."""
 
 
 def make_recipe(names: Sequence[str], methods: Mapping[str, Method]) -> Recipe:
-    """The methods of these names: one that rounds, `nearest` if none is given, at most one that rotates, and at most
-    one that chooses scales.
+    """The methods of these names: one that rounds, `nearest` if none is given, and at most one each that rotates, that
+    shifts channels, and that chooses scales.
 
     Raises:
         UsageError: a name is unknown, or two methods do the same.
@@ -141,5 +150,6 @@ def make_recipe(names: Sequence[str], methods: Mapping[str, Method]) -> Recipe:
             raise UsageError(f"--method: {chosen[kind]} and {name} both {what}.", remedy="name one of them")
         chosen[kind] = name
     rounding = methods[chosen.get("round", "nearest")]
-    scale, rotation = (methods[chosen[kind]] if kind in chosen else None for kind in ("scale", "rotate"))
-    return Recipe(tuple(names), scale, rounding, rotation)
+    others = (methods[chosen[kind]] if kind in chosen else None for kind in ("scale", "rotate", "shift"))
+    scale, rotation, shift = others
+    return Recipe(tuple(names), scale, rounding, rotation, shift)

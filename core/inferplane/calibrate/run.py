@@ -16,6 +16,7 @@ from inferplane.calibrate.calibrator import Calibrator
 from inferplane.calibrate.layers import LayeredModel
 from inferplane.calibrate.partial import PartialCalibration, count_bytes, count_layer_bytes
 from inferplane.calibrate.recipe import Recipe
+from inferplane.calibrate.shifts import check_shifts
 from inferplane.calibrate.texts import MIN_WINDOW, hash_windows
 from inferplane.errors import UnsupportedModelError, UsageError
 from inferplane.models.build import Build
@@ -30,6 +31,7 @@ from inferplane.quant.instructions import TRANSFORMS
 from inferplane.types import PLAIN, QTensor
 
 Progress = Callable[[int, int], None]
+EXACTLY = "without changing float32 results"
 ROTATED = (
     "The residual stream and the values of attention are rotated, without changing float32 results by more than "
     "1e-5; so the embedding and the head are two tensors."
@@ -90,14 +92,15 @@ class CalibratedTensors:
         listed = ", ".join(losses[:own]) + (
             f"; prediction layers (MTP): {', '.join(losses[own:])}" if predicting else ""
         )
-        folded = sum(report.folded for report in reports)
+        folded, shifted = sum(report.folded for report in reports), sum(report.shifted for report in reports)
         self.paragraphs: Sequence[str] = [
             f"SHA-256 of the windows' token ids: `{hash_windows(windows)}`. Texts: {', '.join(settings.data) or '-'}.",
             f"What quantizing each layer added, as squares of the error over squares of its result: {listed}.",
             *([ROTATED] if settings.recipe.rotation is not None else []),
             *([ROTATED_INNER] if rotates_inner else []),
             *_describe_cache(partial),
-            *([f"Channels were rescaled in {folded} places, without changing float32 results."] if folded else []),
+            *([f"Channels were shifted behind {shifted} norms, {EXACTLY}."] if shifted else []),
+            *([f"Channels were rescaled in {folded} places, {EXACTLY}."] if folded else []),
         ]
 
     def names(self) -> list[str]:
@@ -153,6 +156,8 @@ def calibrate(
         settings.seed,
         copy.kv_dtype,
     )
+    if settings.recipe.shift is not None:
+        check_shifts(copy.origin.name, model.layers)
     check_space(folder, _list_space(copy, settings, folder))
     with _writing(copy, settings, folder):
         partial = PartialCalibration.begin(folder, describe(copy, settings))
@@ -188,7 +193,8 @@ def _list_space(copy: QuantizedCopy, settings: CalibrationSettings, folder: Path
     """What is still to be written -> its most bytes: layers, with hidden states before and behind one, and the copy."""
     source, names = copy.source, copy.names
     weights = {name: (source.shape(name) or (), format) for name, format in copy.formats.items()}
-    others = [name for name in names if name not in weights and LAYER.match(name)] if settings.recipe.scale else []
+    changes = settings.recipe.scale or settings.recipe.shift
+    others = [name for name in names if name not in weights and LAYER.match(name)] if changes else []
     width = int(copy.origin.config.get("hidden_size") or 0)
     states = 2 * 2 * 4 * width * sum(map(len, settings.windows))
     unfinished = count_layer_bytes(weights, (source.shape(name) or () for name in others)) + states

@@ -271,7 +271,7 @@ class PluginHost:
         return f"{VARIABLE} gives it to {distribution}, which {state}"
 
 
-CALIBRATION = ("nearest", "clip", "gptq", "quantease", "smoothquant", "pss", "awq", "rotate")
+CALIBRATION = ("nearest", "clip", "gptq", "quantease", "smoothquant", "pss", "awq", "shift", "rotate")
 """Calibration methods of core (`inferplane.calibrate.catalog`)."""
 
 

@@ -254,7 +254,7 @@ def test_methods_by_name():
         make_recipe(["gptk"], METHODS)
     with pytest.raises(UsageError, match="smooth and other both choose scales"):
         make_recipe(["smooth", "other"], METHODS)
-    assert {"nearest", "clip", "gptq", "quantease", "smoothquant", "pss", "awq"} <= load_methods(
+    assert {"nearest", "clip", "gptq", "quantease", "smoothquant", "pss", "awq", "shift", "rotate"} <= load_methods(
         host().calibration()
     ).keys()
     with pytest.raises(PluginError, match="'mine' is a dict"):

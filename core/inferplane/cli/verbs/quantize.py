@@ -6,10 +6,11 @@ of compressed-tensors, or DeepSeek's own where all is FP8 in blocks of 128 x 128
 
 With --data the model is calibrated on texts, layer by layer: each layer reads what the quantized layers before it
 return. --method says how, as names with commas: one that rounds weights (nearest, clip, gptq, quantease), and before it
-one that rescales channels without changing results (smoothquant, pss, awq), and one that rotates the residual stream
-(rotate); or those that a plugin brings. --kv-cache finds static scales of a KV cache in int8 or fp8 on the same texts,
-one a layer for K and one for V; without --quantization weights stay as they are. Unfinished work is beside the new
-folder, as FOLDER.calibration: the same command goes on with it.
+one that rescales channels without changing results (smoothquant, pss, awq), one that shifts them where norms have
+biases (shift), and one that rotates the residual stream (rotate); or those that a plugin brings. --kv-cache finds
+static scales of a KV cache in int8 or fp8 on the same texts, one a layer for K and one for V; without --quantization
+weights stay as they are. Unfinished work is beside the new folder, as FOLDER.calibration: the same command goes on with
+it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--out", metavar="FOLDER", help="a new folder", required=True)
     words = "texts to calibrate on: files of text or JSON lines, and folders of them"
     parser.add_argument("--data", metavar="PATH", nargs="+", help=words)
-    words = "with --data: clip, gptq, quantease, smoothquant, pss, awq, rotate, or several as pss,gptq"
+    words = "with --data: clip, gptq, quantease, smoothquant, pss, awq, shift, rotate, or several as pss,gptq"
     parser.add_argument("--method", metavar="NAMES", help=words)
     words = "with --data: static scales of a KV cache in int8 or fp8, with --quantization or alone"
     parser.add_argument("--kv-cache", metavar="D", help=words)
