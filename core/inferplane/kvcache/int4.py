@@ -11,6 +11,8 @@ is in decision 0044.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from inferplane.errors import UsageError
@@ -100,8 +102,9 @@ class Int4Entries:
         """Bytes of a token's entries, scales and minimums."""
         return heads * -(-dim // group) * (group // 2 + 4)
 
-    def write(self, slots: torch.Tensor, x: torch.Tensor) -> None:
-        """Store rows `[T, heads, dim]`."""
+    def round(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The entries of rows `[T, heads, dim]`, uint8 `[T, heads, groups * group]`, and their scales and minimums,
+        float16 `[T, heads, groups, 2]`."""
         h = x.float()
         if missing := -self.dim % self.group:
             h = torch.cat((h, h[..., -1:].expand(*h.shape[:-1], missing)), -1)
@@ -112,15 +115,24 @@ class Int4Entries:
         minimum = torch.where(least.isfinite(), least.clamp(-FLOAT16_MAX, FLOAT16_MAX), least).half()
         scale = torch.where(scale == 0, torch.ones_like(scale), scale)
         steps = (tiles - minimum.float()[..., None]) / scale.float()[..., None]
-        entries = steps.round().clamp(0, TOP).nan_to_num(0.0).to(torch.uint8).flatten(-2).unflatten(-1, (-1, 2))
-        self.tensors[0][slots] = entries[..., 0] | entries[..., 1] << 4
-        self.tensors[1][slots] = torch.stack((scale, minimum), -1)
+        entries = steps.round().clamp(0, TOP).nan_to_num(0.0).to(torch.uint8).flatten(-2)
+        return entries, torch.stack((scale, minimum), -1)
+
+    def values(self, entries: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
+        """What `round` rounded to, float32 `[T, heads, dim]`."""
+        scale, minimum = ranges.float()[..., None].unbind(-2)
+        return (entries.unflatten(-1, (-1, self.group)).float() * scale + minimum).flatten(-2)[..., : self.dim]
+
+    def write(self, slots: torch.Tensor, x: torch.Tensor) -> None:
+        """Store rows `[T, heads, dim]`."""
+        entries, ranges = self.round(x)
+        low, high = entries.unflatten(-1, (-1, 2)).unbind(-1)
+        self.tensors[0][slots] = low | high << 4
+        self.tensors[1][slots] = ranges
 
     def decode(self, data: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
         """The values of stored rows, float32 `[T, heads, dim]`."""
-        entries = torch.stack((data & 15, data >> 4), -1).flatten(-2).unflatten(-1, (-1, self.group)).float()
-        scale, minimum = ranges.float()[..., None].unbind(-2)
-        return (entries * scale + minimum).flatten(-2)[..., : self.dim]
+        return self.values(torch.stack((data & 15, data >> 4), -1).flatten(-2), ranges)
 
 
 class Int4Keys:
@@ -129,13 +141,19 @@ class Int4Keys:
 
     Args:
         shape: slots, of which the last one is that of padding, heads and entries of each. device: of the tensors.
-        zeros: allocates them.
+        zeros: allocates them. entries: how differences are stored.
     """
 
-    def __init__(self, shape: tuple[int, int, int], device: torch.device, zeros: Zeros) -> None:
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        device: torch.device,
+        zeros: Zeros,
+        entries: type[Int4Entries] = Int4Entries,
+    ) -> None:
         slots, heads, dim = shape
         self.spans = (slots - 1) // SPAN
-        self.differences = Int4Entries(shape, device, zeros, FINE_GROUP)
+        self.differences = entries(shape, device, zeros, FINE_GROUP)
         self.firsts = Int8Entries((self.spans + 1, heads, dim), device, zeros)
         self.tensors = [*self.differences.tensors, *self.firsts.tensors]
 
@@ -155,8 +173,8 @@ class Int4Keys:
     def decode(
         self, data: torch.Tensor, ranges: torch.Tensor, first: torch.Tensor, scale: torch.Tensor
     ) -> torch.Tensor:
-        """The values of stored rows, float32 `[T, heads, dim]`, each with the first row of its span."""
-        return self.differences.decode(data, ranges) + self.firsts.decode(first, scale)
+        """The values of whole spans of rows, float32 `[T, heads, dim]`, each with the first row of its span."""
+        return self.differences.decode(data, ranges) + self.firsts.decode(first, scale).repeat_interleave(SPAN, 0)
 
 
 Entries = PlainEntries | Int8Entries | Int4Entries | Int4Keys
@@ -188,6 +206,11 @@ class Int4KV(BlockedKV):
         UsageError: see `check_request`.
     """
 
+    DIFFERENCES: type[Int4Entries] = Int4Entries
+    """How differences of keys are stored."""
+    VALUES: type[Int4Entries] = Int4Entries
+    """How values are stored."""
+
     def __init__(
         self,
         request: KVRequest,
@@ -213,9 +236,10 @@ class Int4KV(BlockedKV):
         for number, shape in enumerate(request.entry_shapes):
             whole = slots, *_count_heads(shape)
             if number == 0 and len(request.entry_shapes) == 2:
-                self.parts.append((Int8Entries if kv_dtype == "k8v4" else Int4Keys)(whole, device, zeros))
+                keys = Int8Entries if kv_dtype == "k8v4" else partial(Int4Keys, entries=self.DIFFERENCES)
+                self.parts.append(keys(whole, device, zeros))
             else:
-                self.parts.append(Int4Entries(whole, device, zeros, GROUPS[kv_dtype]))
+                self.parts.append(self.VALUES(whole, device, zeros, GROUPS[kv_dtype]))
 
     def write(self, slots: torch.Tensor, *values: torch.Tensor) -> None:
         """See `LayerKV.write`."""
@@ -229,7 +253,8 @@ class Int4KV(BlockedKV):
         """See `LayerKV.read`."""
         blocks = table[: -(-tokens // self.block_tokens)].long()
         found = [
-            part.decode(*(self._gather(t, blocks)[:tokens] for t in part.tensors)).to(self.dtype) for part in self.parts
+            part.decode(*(self._view(t)[blocks].flatten(0, 1) for t in part.tensors))[:tokens].to(self.dtype)
+            for part in self.parts
         ]
         if self.request.kind == "mla":
             found = [torch.cat(found, -1)]
@@ -237,12 +262,6 @@ class Int4KV(BlockedKV):
 
     def _view(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor[:-1].unflatten(0, (self.blocks, -1))
-
-    def _gather(self, tensor: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        """The rows of some blocks, one for each slot."""
-        rows = self._view(tensor)[blocks].flatten(0, 1)
-        each = self.block_tokens * self.blocks // (len(tensor) - 1)
-        return rows if each == 1 else rows.repeat_interleave(each, 0)
 
     def list_tensors(self) -> tuple[torch.Tensor, ...]:
         """See `BlockedKV.list_tensors`; those of each part in order, `[blocks, block_tokens or spans, ...]`."""

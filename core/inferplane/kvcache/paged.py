@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 import torch
 
 from inferplane.errors import UsageError
-from inferplane.kvcache import int4
+from inferplane.kvcache import int4, int4_spans
 from inferplane.kvcache.blocked import BlockedKV, Zeros, make_zeros
 from inferplane.types import KVLayout, KVRequest, LayerKV
 from inferplane.types.qtensor import round_entries, scales
@@ -133,28 +133,38 @@ def latents(kv: LayerKV) -> torch.Tensor:
 
 
 def paged_layout(
-    block_tokens: int, kv_dtype: str = "auto", *, power_of_two: bool = False, zeros: Zeros = make_zeros
+    block_tokens: int,
+    kv_dtype: str = "auto",
+    *,
+    power_of_two: bool = False,
+    in_spans: bool = False,
+    zeros: Zeros = make_zeros,
 ) -> KVLayout:
     """Describe core's layout with `block_tokens` tokens per block.
 
-    It is named "paged_<tokens>" or "paged_<tokens>_<kv dtype>", with "_p2" at the end if scales are powers of two.
+    It is named "paged_<tokens>" or "paged_<tokens>_<kv dtype>", with "_p2" at the end if scales are powers of two,
+    "_spans" if entries of 4 bits lie in spans.
 
     Args:
         block_tokens: tokens per block, at least 1.
         kv_dtype: "auto" (the plan's dtype), "fp8", "int8", "int4", or "k8v4" (keys in int8, values in int4).
         power_of_two: whether to round scales up to powers of two: cheap and exact to apply, at up to twice the rounding
             error.
+        in_spans: whether entries of 4 bits lie as kernels read them that multiply bytes four by four
+            (`Int4SpanKV`): "int4" and "k8v4", for keys and values of whole groups of 32 entries.
         zeros: allocates the tensors, `(shape, dtype, device)`; for devices with memory that suits a cache better.
 
     Raises:
-        UsageError: the KV dtype is unknown, or `block_tokens` is less than 1.
+        UsageError: the KV dtype is unknown or has no spans, or `block_tokens` is less than 1.
     """
     if kv_dtype not in KV_DTYPE_NAMES:
         raise UsageError(f"Unknown KV dtype {kv_dtype!r}.", there_is=", ".join(sorted(KV_DTYPE_NAMES)))
     if block_tokens < 1:
         raise UsageError(f"A KV block of {block_tokens} tokens.", remedy="use at least 1")
+    if in_spans and kv_dtype not in int4.DTYPES:
+        raise UsageError(f"A KV cache in {kv_dtype} in spans.", there_is=", ".join(int4.DTYPES))
     if kv_dtype in int4.DTYPES:
-        return _int4_layout(block_tokens, kv_dtype, zeros)
+        return _int4_layout(block_tokens, kv_dtype, zeros, in_spans)
     name = f"paged_{block_tokens}" + ("" if kv_dtype == "auto" else f"_{kv_dtype}") + ("_p2" if power_of_two else "")
 
     def build(request: KVRequest, blocks: int, dtype: torch.dtype, device: torch.device) -> LayerKV:
@@ -175,14 +185,15 @@ def list_kv_dtypes(request: KVRequest) -> tuple[str, ...]:
     return tuple(name for name in KV_DTYPE_NAMES if name != "k8v4" or len(request.entry_shapes) == 2)
 
 
-def _int4_layout(block_tokens: int, kv_dtype: str, zeros: Zeros) -> KVLayout:
+def _int4_layout(block_tokens: int, kv_dtype: str, zeros: Zeros, in_spans: bool) -> KVLayout:
     if block_tokens % int4.SPAN:
         what = f"A KV block of {block_tokens} tokens in {kv_dtype}."
         raise UsageError(what, remedy=f"use a multiple of {int4.SPAN}")
-    name = f"paged_{block_tokens}_{kv_dtype}"
+    name = f"paged_{block_tokens}_{kv_dtype}" + ("_spans" if in_spans else "")
+    cache = int4_spans.Int4SpanKV if in_spans else int4.Int4KV
 
     def build(request: KVRequest, blocks: int, dtype: torch.dtype, device: torch.device) -> LayerKV:
-        return int4.Int4KV(request, blocks, block_tokens, name, dtype, device, kv_dtype, zeros)
+        return cache(request, blocks, block_tokens, name, dtype, device, kv_dtype, zeros)
 
     def bytes_per_block(request: KVRequest, dtype: torch.dtype) -> int:
         return block_tokens // int4.SPAN * int4.bytes_per_span(request, dtype, kv_dtype)

@@ -11,6 +11,7 @@ from inferplane.kvcache.int4 import FINE_GROUP, GROUP, SPAN
 from inferplane.types import KVRequest
 from tests.unit.support.small import F32
 
+CPU = torch.device("cpu")
 REQUESTS = [
     KVRequest("gqa", 2, 64, 64),
     KVRequest("gqa", 3, 33, 33),
@@ -179,3 +180,55 @@ def test_blocks_are_whole_spans():
     with pytest.raises(UsageError, match=r"block of 24 tokens in int4.*multiple of 16"):
         paged_layout(24, "int4")
     assert paged_layout(32, "int4").span == SPAN and paged_layout(32, "k8v4").span == 1
+
+
+SPAN_REQUESTS = [KVRequest("gqa", 2, 64, 64), KVRequest("gqa", 3, 96, 64), KVRequest("gqa", 1, 32, 128)]
+
+
+@pytest.mark.parametrize("kv_dtype", ["int4", "k8v4"])
+@pytest.mark.parametrize("request_", SPAN_REQUESTS, ids=str)
+def test_in_spans_are_the_same_numbers(request_, kv_dtype):
+    """Whatever the order of slots, also in part of a block, copied, and exported and loaded."""
+    rows, spans = (paged_layout(32, kv_dtype, in_spans=x).build(request_, 4, F32, CPU) for x in (False, True))
+    slots = torch.cat((torch.arange(32, 90), torch.tensor([-1]), torch.arange(20)))
+    written = random_rows(request_, len(slots))
+    for kv in (rows, spans):
+        kv.write(slots, *written)
+        kv.copy_blocks(torch.tensor([1]), torch.tensor([3]))
+        kv.load(torch.tensor([2]), tuple(t.clone() for t in kv.export(torch.tensor([0]))))
+    assert spans.read(torch.tensor([1]), 3)[0].any()
+    for table, tokens in (([1, 2, 0], 90), ([3], 26), ([2, 1, 3, 0], 128)):
+        for got, want in zip(*(kv.read(torch.tensor(table), tokens) for kv in (spans, rows)), strict=True):
+            assert torch.equal(got, want)
+    layout = paged_layout(32, kv_dtype, in_spans=True)
+    nbytes = sum(t[0].numel() * t.element_size() for t in spans.list_tensors())
+    assert nbytes == layout.bytes_per_block(request_, F32) and layout.name == f"paged_32_{kv_dtype}_spans"
+
+
+def test_where_entries_lie_in_a_span():
+    """A lane of four bytes is a slot of keys, and an entry of values; all of a span and head lies together."""
+    request = KVRequest("gqa", 2, 64, 64)
+    kv = paged_layout(16, "int4", in_spans=True).build(request, 2, F32, CPU)
+    rows = random_rows(request, 32)
+    kv.write(torch.arange(32), *rows)
+    slot, head, at = 16 + 7, 1, 43
+    keys, k_ranges, firsts, scales, values, v_ranges = kv.list_tensors()
+    first = firsts[1, 0, head, at] * scales[1, 0, head]
+    scale, minimum = k_ranges[1, 0, head, at // 16, :, slot % 16].float()
+    found = (keys[1, 0, head, at // 8, slot % 16, at % 4] >> 4 * (at % 8 // 4) & 15) * scale + minimum + first
+    assert (found - kv.read(torch.tensor([0, 1]), 32)[0][slot, head, at]).abs() < 1e-5
+    scale, minimum = v_ranges[1, 0, head, at // 32, :, slot % 16].float()
+    found = (values[1, 0, head, 7 // 4, at // 32, at % 16, slot % 4] >> 4 * (at % 32 // 16) & 15) * scale + minimum
+    assert (found - kv.read(torch.tensor([0, 1]), 32)[1][slot, head, at]).abs() < 1e-5
+    record = 16 * (2 * 32 + 4 * 4 + 2 * 4) + 64
+    begins = [t.data_ptr() for t in (keys, k_ranges, firsts, values, v_ranges)]
+    assert begins == sorted(begins) and begins[-1] - begins[0] < record
+    assert {t.stride(2) * t.element_size() for t in (keys, k_ranges, firsts, values, v_ranges)} == {record}
+
+
+def test_what_has_no_spans():
+    with pytest.raises(UsageError, match=r"int8 in spans.*int4, k8v4"):
+        paged_layout(16, "int8", in_spans=True)
+    for request in (KVRequest("gqa", 2, 48, 32), KVRequest("mla", 1, 576, rope=64)):
+        with pytest.raises(UsageError, match="multiple of 32"):
+            paged_layout(16, "int4", in_spans=True).build(request, 2, F32, CPU)
