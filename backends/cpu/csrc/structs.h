@@ -63,8 +63,9 @@ enum { IP_KV_BF16, IP_KV_INT8, IP_KV_FP8, IP_KV_INT4, IP_KV_INT4_DIFFERENCES };
 
 // One layer's paged KV cache. Position p of a sequence is in slot table[p / block] * block + p % block, where `table`
 // is the sequence's block table; the entries of slot s begin with entry s * k_stride. Scales of int8 and FP8 of slot s
-// begin at k_scale + s * k_groups: one per head, or one per group of a latent's entries. Scales and minimums of 4 bits
-// begin at k_ranges + 2 * s * k_groups: a pair for each group of each head.
+// begin at k_scale + s * k_groups: one per head, or one per group of a latent's entries. Of 4 bits, entries, ranges and
+// first keys of span s and head h lie s * k_stride + h * k_head bytes behind those of the first ones, and k_groups entries
+// share a range.
 //
 // Of a layer with a mixer: k is the inputs of its convolution, v the states of its recurrence or null (ip_recurrent_block).
 typedef struct {
@@ -75,8 +76,9 @@ typedef struct {
   int32_t block;  // slots per block
   int32_t k_kind, v_kind;  // IP_KV_BF16 ..
   const ip_bf16 *k_ranges, *v_ranges;  // or null; float16
-  const int8_t *first;  // [slots / 16, heads * dim], or null
+  const int8_t *first;  // [dim] of a span and head, or null
   const float *first_scale;  // [slots / 16, heads]
+  int64_t k_head, v_head;
 } ip_cache;
 
 // A ragged batch: query tokens of sequence b are rows start[b] .. start[b + 1]. lens[b] is its length with these

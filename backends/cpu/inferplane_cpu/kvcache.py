@@ -18,9 +18,16 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return huge_pages.zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
+IN_SPANS = ("int4", "k8v4")
+"""KV dtypes of 4 bits, whose entries native attention reads as they lie."""
 GROUPED = KVRequest("gqa", 1, 64, 64)
 
 
 def layouts(request: KVRequest = GROUPED) -> tuple[KVLayout, ...]:
-    """Every layout on offer for what a layer requests, the plan's own dtype first."""
-    return tuple(paged_layout(BLOCK_TOKENS, kv_dtype, zeros=_zeros) for kv_dtype in list_kv_dtypes(request))
+    """Every layout on offer for what a layer requests, the plan's own dtype first. Entries of 4 bits lie in spans, as
+    products of bytes read them, if they are whole groups."""
+    whole = request.kind == "gqa" and request.dim % 32 == 0 and request.v_dim % 32 == 0
+    return tuple(
+        paged_layout(BLOCK_TOKENS, kv_dtype, in_spans=whole and kv_dtype in IN_SPANS, zeros=_zeros)
+        for kv_dtype in list_kv_dtypes(request)
+    )

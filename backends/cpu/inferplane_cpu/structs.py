@@ -37,6 +37,7 @@ class Cache(Structure):
         *_of(c_int64, "k_groups", "v_groups"),
         *_of(c_int32, "block", "k_kind", "v_kind"),
         *_of(c_void_p, "k_ranges", "v_ranges", "first", "first_scale"),
+        *_of(c_int64, "k_head", "v_head"),
     ]
 
 

@@ -320,30 +320,38 @@ struct Cache {
 };
 
 // Attention over values of 4 bits, and keys of 4 bits or int8, where entries are multiplied as they lie, beside the same
-// with a soft cap that changes nothing, for which they are converted.
+// with a soft cap that changes nothing, for which they are converted. A record is that of a span and head: entries and
+// ranges of keys, if those are differences, and the first key; entries and ranges of values.
 void attention_over_4_bits(bool differences) {
   for (int32_t length : {1, 20, 300, 600})
     for (int64_t dim : {32, 96}) {
       Step step(5, length);
       const int64_t heads = length == 20 ? 14 : 6, kv = 2, slots = 120 * 16, entries = kv * dim;
-      const int64_t k_groups = differences ? entries / 16 : kv, v_groups = entries / (differences ? 32 : 16);
-      Array<int8_t> k(slots * entries / (differences ? 2 : 1)), v(slots * entries / 2), first(slots / 16 * entries);
+      const int64_t group = differences ? 32 : 16, key_bytes = differences ? dim * 13 : 0;
+      const int64_t record = key_bytes + dim * 8 + dim / group * 64, records = slots / 16 * kv;
+      Array<int8_t> k(differences ? 0 : slots * entries), spans(records * record);
       Array<float> k_scale(slots * kv);
-      Bf16 k_ranges(differences ? 2 * slots * k_groups : 0), v_ranges(2 * slots * v_groups);
       auto fill = [](auto &to, int64_t n) {
         for (int64_t i = 0; i < n; i++) to[i] = (int8_t)lrintf(drawn() * 127);
       };
-      auto fill_ranges = [](Bf16 &to, int64_t n) {  // in float16: 2^-5 and more, -1/4 and less
-        for (int64_t i = 0; i < n; i++) to[i] = (ip_bf16)((i % 2 ? 0xb400 : 0x2800) + (int)(fabsf(drawn()) * 1000));
+      auto fill_ranges = [&](int64_t at, int64_t groups) {  // in float16: 2^-5 and more, -1/4 and less
+        for (int64_t r = 0; r < records; r++)
+          for (int64_t i = 0; i < groups * 32; i++) {
+            uint16_t x = (uint16_t)((i / 16 % 2 ? 0xb400 : 0x2800) + (int)(fabsf(drawn()) * 1000));
+            memcpy((int8_t *)spans + r * record + at + i * 2, &x, 2);
+          }
       };
-      fill(k, slots * entries / (differences ? 2 : 1)), fill(v, slots * entries / 2), fill(first, slots / 16 * entries);
-      fill_ranges(k_ranges, differences ? 2 * slots * k_groups : 0), fill_ranges(v_ranges, 2 * slots * v_groups);
+      fill(k, differences ? 0 : slots * entries), fill(spans, records * record);
+      if (differences) fill_ranges(dim * 8, dim / 16);
+      fill_ranges(key_bytes + dim * 8, dim / group);
       for (int64_t i = 0; i < slots * kv; i++) k_scale[i] = fabsf(drawn()) / 127;
-      ip_cache cache = {(int8_t *)k, (int8_t *)v, entries, entries, differences ? nullptr : (float *)k_scale, nullptr,
-                        k_groups, v_groups, 16};
+      int8_t *keys = spans, *values = keys + key_bytes;
+      ip_cache cache = {differences ? keys : (int8_t *)k, values, differences ? kv * record : entries, kv * record,
+                        differences ? nullptr : (float *)k_scale, nullptr, differences ? 16 : kv, group, 16};
       cache.k_kind = differences ? IP_KV_INT4_DIFFERENCES : IP_KV_INT8, cache.v_kind = IP_KV_INT4;
-      cache.v_ranges = v_ranges;
-      if (differences) cache.k_ranges = k_ranges, cache.first = first, cache.first_scale = k_scale;
+      cache.v_ranges = (ip_bf16 *)(values + dim * 8), cache.k_head = cache.v_head = record;
+      if (differences) cache.k_ranges = (ip_bf16 *)(keys + dim * 8), cache.first = keys + dim * 12;
+      if (differences) cache.first_scale = k_scale;
       const int64_t n = step.tokens * heads * dim;
       Bf16 q(n);
       Array<ip_bf16> out(n), converted(n);  // zeros: rows of padding are not written

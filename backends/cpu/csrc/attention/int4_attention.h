@@ -2,6 +2,8 @@
 // int4_scores.h or int8_scores.h; weights times the scales of values become 16-bit numbers, whose halves are multiplied
 // with entries as they lie (vpdpbusd). `attend` (paged_attention.h) calls `attend_span_int4` where `has_int4_products`.
 #pragma once
+#include <type_traits>
+
 #include "attention/attention_unit.h"
 
 #if defined(__AVX512VNNI__)
@@ -25,24 +27,75 @@ inline __mmask16 lanes_between(int64_t key, int64_t low, int64_t high) {
   return (__mmask16)(((1u << to) - 1) & ~((1u << from) - 1));
 }
 
-// A span of a unit: the keys that its tokens see, and the buffers of the calling thread.
+inline __attribute__((always_inline)) void prefetch_lines(const void *from, int64_t bytes) {
+  for (int64_t b = 0; b < bytes; b += 64) {
+    _mm_prefetch((const char *)from + b, _MM_HINT_T0);
+    asm volatile("");  // else the compiler drops the loop, which computes nothing
+  }
+}
+
+// A span of keys of a unit, and the buffers of the calling thread.
 struct Int4Span {
   const AttentionArgs &args;
   const AttentionUnit &u;
   SpanKeys visible;
-  int64_t group, m, chunks, value_group, value_groups;  // of a head: entries that share a scale, and such groups
-  float *scores;  // [heads, m, kSpan]: scores in powers of two, then weights
-  float *scale, *minimum;  // of values: [heads * value_groups, kSpan]
-  int64_t slots[kChunks];  // the first slot of each chunk
+  int64_t m, chunks, value_group, value_groups;  // of a head: query rows; entries that share a scale, and such groups
+  float *scores;  // of a head, [m, kSpan]: scores in powers of two, then weights
+  int64_t spans[kChunks], next_spans[kChunks];  // where each chunk is in the cache, and that of the next span of keys
 
   int64_t begin() const { return visible.begin; }
+  SpanOfHead keys(int64_t chunk, int64_t g) const { return {args.k, spans[chunk], u.g + g}; }
+  SpanOfHead values(int64_t chunk, int64_t g) const { return {args.v, spans[chunk], u.g + g}; }
+  // Prefetches the keys, or the values, that the head after u.g + g has in a chunk; behind the last head, those of the
+  // first one in the next span of keys.
+  void prefetch_keys(int64_t chunk, int64_t g) const {
+    const int64_t span = g + 1 < u.heads ? spans[chunk] : next_spans[chunk], head = g + 1 < u.heads ? u.g + g + 1 : u.g;
+    if (args.k.is_int8()) {
+      for (int64_t t = 0; t < kSpanSlots; t++)
+        prefetch_lines(args.k.int8_entries() + (span * kSpanSlots + t) * args.k.stride + head * args.dim, args.dim);
+      return;
+    }
+    const SpanOfHead at(args.k, span, head);
+    prefetch_lines(at.bytes, args.dim * kSpanSlots / 2);
+    prefetch_lines(at.ranges, args.dim / kDifferenceGroup * 4 * kSpanSlots);
+    prefetch_lines(at.first, args.dim);
+    _mm_prefetch((const char *)(args.k.first_scale + span * args.kv_heads + head), _MM_HINT_T0);
+  }
+  void prefetch_values(int64_t chunk, int64_t g) const {
+    const bool same = g + 1 < u.heads;
+    const SpanOfHead at(args.v, same ? spans[chunk] : next_spans[chunk], same ? u.g + g + 1 : u.g);
+    prefetch_lines(at.bytes, args.v_dim * kSpanSlots / 2);
+    prefetch_lines(at.ranges, value_groups * 4 * kSpanSlots);
+  }
   bool sees(int64_t chunk) const { return begin() + (chunk + 1) * kChunk > visible.from; }
 };
 
-// Prefetches `bytes` of each of the rows first .. last, which are `stride` bytes apart.
-inline void prefetch_rows(const void *from, int64_t stride, int64_t bytes, int64_t first, int64_t last) {
-  for (int64_t r = first; r < last; r++)
-    for (int64_t b = 0; b < bytes; b += 64) _mm_prefetch((const char *)from + r * stride + b, _MM_HINT_T1);
+// The keys low .. high of a span that a token sees, which are not none.
+struct SeenKeys {
+  int64_t first, last;  // their chunks
+  __mmask16 first_lanes, last_lanes;
+  SeenKeys(int64_t begin, int64_t low, int64_t high)
+      : first((low - begin) / kChunk), last((high - begin + kChunk - 1) / kChunk),
+        first_lanes(lanes_between(begin + first * kChunk, low, high)),
+        last_lanes(lanes_between(begin + (last - 1) * kChunk, low, high)) {}
+  __mmask16 lanes(int64_t chunk) const {
+    return chunk == first ? first_lanes : chunk == last - 1 ? last_lanes : (__mmask16)0xffff;
+  }
+};
+
+// Calls f(number, first) for each tile of at most four of m rows, `number.value` rows from `first` on.
+template <class Fn>
+inline void for_rows(int64_t m, Fn f) {
+  for (int64_t i = 0; i < m;) {
+    const int64_t rows = m - i >= 4 ? 4 : m - i >= 2 ? 2 : 1;
+    if (rows == 4)
+      f(std::integral_constant<int, 4>(), i);
+    else if (rows == 2)
+      f(std::integral_constant<int, 2>(), i);
+    else
+      f(std::integral_constant<int, 1>(), i);
+    i += rows;
+  }
 }
 
 // Fills out[i * kChunks + c] with the product of row i of x and the int8 keys at[c], times the scale of the row.
@@ -62,134 +115,63 @@ inline void scores_of_firsts(const int8_t *const at[kChunks], int64_t dim, const
   }
 }
 
-// Scores of a unit with the keys of a span, of which those of 4 bits are differences.
-inline void score_differences(const Int4Span &s) {
+// Scores of head u.g + g with the keys of a span, of which those of 4 bits are differences.
+inline void score_differences(const Int4Span &s, int64_t g) {
   const AttentionArgs &args = s.args;
   const KvEntries &k = args.k;
-  const int64_t groups = args.dim / kDifferenceGroup, heads = s.u.heads, columns = heads * groups;
-  float *firsts = workspace(kInt4Firsts)->reserve<float>(heads * s.m * kChunks + s.m + 2 * columns * kChunk);
-  float *first = firsts + heads * s.m * kChunks, *scale = first + s.m, *minimum = scale + columns * kChunk;
-  for (int64_t g = 0; g < heads; g++) {
-    const int8_t *at[kChunks];
-    for (int64_t c = 0; c < kChunks; c++)
-      at[c] = k.first + s.slots[min64(c, s.chunks - 1)] / kSpanSlots * k.stride + (s.u.g + g) * args.dim;
-    scores_of_firsts(at, args.dim, s.u.q[g].int16, firsts + g * s.m * kChunks);
+  const int64_t head = s.u.g + g;
+  float *firsts = workspace(kInt4Firsts)->reserve<float>(s.m * kChunks);
+  const int8_t *at[kChunks];
+  float scale[kChunks];
+  for (int64_t c = 0; c < kChunks; c++) {
+    const int64_t span = s.spans[min64(c, s.chunks - 1)];
+    at[c] = SpanOfHead(k, span, head).first;
+    scale[c] = k.first_scale[span * args.kv_heads + head];
   }
-  const int64_t row = k.stride / 2, share = (kChunk + heads - 1) / heads;
-  for (int64_t c = 0; c < s.chunks; c++) {
-    if (!s.sees(c)) continue;
-    const int64_t slot = s.slots[c], next = s.slots[min64(c + 1, s.chunks - 1)];
-    convert_ranges(k.ranges + 2 * (slot * k.groups + s.u.g * groups), k.groups, columns, scale, minimum, kChunk);
-    for (int64_t g = 0; g < heads; g++) {
-      const int64_t from = min64(kChunk, g * share), to = min64(kChunk, from + share);
-      const int64_t at = s.u.g * args.dim / 2, value = s.u.g * args.v_dim / 2;
-      prefetch_rows((const char *)k.data + next * row + at, row, heads * args.dim / 2, from, to);
-      prefetch_rows(k.ranges + 2 * (next * k.groups + s.u.g * groups), 4 * k.groups, 4 * columns, from, to);
-      prefetch_rows((const char *)args.v.data + slot * args.v.stride / 2 + value, args.v.stride / 2,
-                    heads * args.v_dim / 2, from, to);
-      const float by = k.first_scale[slot / kSpanSlots * args.kv_heads + s.u.g + g] * args.scale * kLog2E;
-      for (int64_t i = 0; i < s.m; i++) first[i] = firsts[(g * s.m + i) * kChunks + c] * by;
-      difference_scores_of_rows((const uint8_t *)k.data + slot * row + (s.u.g + g) * args.dim / 2, row,
-                                scale + g * groups * kChunk, minimum + g * groups * kChunk, s.u.q[g].int8, first,
-                                s.scores + g * s.m * kSpan + c * kChunk, kSpan);
+  scores_of_firsts(at, args.dim, s.u.q[g].int16, firsts);
+  const __m512 of = _mm512_mul_ps(_mm512_loadu_ps(scale), _mm512_set1_ps(args.scale * kLog2E));
+  for (int64_t i = 0; i < s.m; i++)
+    _mm512_storeu_ps(firsts + i * kChunks, _mm512_mul_ps(_mm512_loadu_ps(firsts + i * kChunks), of));
+  auto score = [&](auto rows, int64_t i) {
+    for (int64_t c = 0; c < s.chunks; c++) {
+      if (i == 0) s.prefetch_values(c, g);
+      if (s.sees(c))
+        difference_scores<rows.value>(s.keys(c, g), s.u.q[g].int8, i, firsts + i * kChunks + c, kChunks,
+                                      s.scores + i * kSpan + c * kChunk, kSpan);
     }
-  }
+  };
+  for_rows(s.m, score);
 }
 
-// Scores of a unit with the keys of a span, which are int8.
-inline void score_int8(const Int4Span &s) {
+// Scores of head u.g + g with the keys of a span, which are int8.
+inline void score_int8(const Int4Span &s, int64_t g) {
   const AttentionArgs &args = s.args;
   const KvEntries &k = args.k;
+  const Int16Rows &x = s.u.q[g].int16;
   for (int64_t c = 0; c < s.chunks; c++) {
+    s.prefetch_values(c, g);
     if (!s.sees(c)) continue;
-    const int64_t slot = s.slots[c], next = s.slots[min64(c + 1, s.chunks - 1)];
-    prefetch_rows(k.int8_entries() + next * k.stride + s.u.g * args.dim, k.stride, s.u.heads * args.dim, 0, kChunk);
-    prefetch_rows((const char *)args.v.data + slot * args.v.stride / 2 + s.u.g * args.v_dim / 2, args.v.stride / 2,
-                  s.u.heads * args.v_dim / 2, 0, kChunk);
-    for (int64_t g = 0; g < s.u.heads; g++) {
-      float *to = s.scores + g * s.m * kSpan + c * kChunk, of[kChunk];
-      const Int16Rows &x = s.u.q[g].int16;
-      int8_scores(k.int8_entries() + slot * k.stride + (s.u.g + g) * args.dim, k.stride, kChunk, args.dim, x, to, kSpan);
-      for (int64_t t = 0; t < kChunk; t++) of[t] = k.scale[(slot + t) * k.groups + s.u.g + g] * args.scale * kLog2E;
-      for (int64_t i = 0; i < s.m; i++)
-        store(to + i * kSpan, load<F32x16>(to + i * kSpan) * (load<F32x16>(of) * x.scale[i]));
-    }
+    const int64_t slot = s.spans[c] * kSpanSlots;
+    float *to = s.scores + c * kChunk, of[kChunk];
+    int8_scores(k.int8_entries() + slot * k.stride + (s.u.g + g) * args.dim, k.stride, kChunk, args.dim, x, to, kSpan);
+    for (int64_t t = 0; t < kChunk; t++) of[t] = k.scale[(slot + t) * k.groups + s.u.g + g] * args.scale * kLog2E;
+    for (int64_t i = 0; i < s.m; i++)
+      store(to + i * kSpan, load<F32x16>(to + i * kSpan) * (load<F32x16>(of) * x.scale[i]));
   }
 }
 
-// Softmax of a row of scores over keys low .. high, which are not none: they become weights, 0 of other keys. part =
-// {maximum as a natural logarithm, sum of the weights}.
-inline void softmax_powers(const Int4Span &s, int64_t low, int64_t high, float *scores, float *part) {
-  __m512 most = _mm512_set1_ps(-__builtin_inff()), all = {};
-  const __m512 none = most;
-  const int64_t first = (low - s.begin()) / kChunk, last = (high - s.begin() + kChunk - 1) / kChunk;
-  for (int64_t c = 0; c < s.chunks; c++) {
-    const int64_t key = s.begin() + c * kChunk;
-    __m512 v = none;
-    if (c >= first && c < last)
-      v = _mm512_mask_mov_ps(none, lanes_between(key, low, high), _mm512_loadu_ps(scores + c * kChunk));
-    _mm512_storeu_ps(scores + c * kChunk, v);
-    most = _mm512_max_ps(v, most);  // keeps `most` where v is NaN
-  }
-  float top = _mm512_reduce_max_ps(most);
-  for (int64_t c = 0; c < s.chunks; c++) {
-    __m512 p = exp2_of_negative(_mm512_sub_ps(_mm512_loadu_ps(scores + c * kChunk), _mm512_set1_ps(top)));
-    all = _mm512_add_ps(all, p);
-    _mm512_storeu_ps(scores + c * kChunk, p);
-  }
-  part[0] = top * 0.693147181f, part[1] = _mm512_reduce_add_ps(all);
+// The largest of a row of scores over the keys that a token sees; NaN are passed over.
+inline float largest_score(const SeenKeys &seen, const float *scores) {
+  __m512 most = _mm512_set1_ps(-__builtin_inff());
+  for (int64_t c = seen.first; c < seen.last; c++)  // `most` where a score is NaN
+    most = _mm512_mask_max_ps(most, seen.lanes(c), _mm512_loadu_ps(scores + c * kChunk), most);
+  return _mm512_reduce_max_ps(most);
 }
 
-// Adds, to the sums of MT rows, 32 entries (`from` of a slot 0, rows of `stride` bytes) times 16-bit weights: those of
-// chunk c, row i and the entries' groups begin at weights + (c * rows + i) * ld. out[i * ldo + e] is overwritten:
-// Int sums times unit[i], which has one number for entries 0 .. 15 and one for the others, plus offset[i], likewise.
-// `TWO`: whether the halves of the entries are groups of their own.
-template <int MT, bool TWO>
-inline void add_entries(const Int4Span &s, const uint8_t *from, int64_t stride, int64_t first, const uint8_t *weights,
-                        int64_t row_bytes, int64_t chunk_bytes, int group, const float (*unit)[2],
-                        const float (*offset)[2], float *const *out) {
-  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  const __m512i bytes = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
-  const __m512i high_bits = _mm512_set1_epi8((char)0xf0), top_bit = _mm512_set1_epi8((char)0x80);
-  constexpr int kAndXor = 0x6a;  // (a & b) ^ c
-  __m512i low[MT][2] = {}, high[MT][2] = {};  // products with the lower and the upper half of weights
-  for (int64_t c = first; c < s.chunks; c++) {
-    const uint8_t *at = from + s.slots[c] * stride, *w = weights + c * chunk_bytes + group % 2 * 8;
-#pragma GCC unroll 2
-    for (int quad = 0; quad < 4; quad++, at += 4 * stride, w += 16) {
-      __m512i x = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)at));
-      x = _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i *)(at + stride)), 1);
-      x = _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i *)(at + 2 * stride)), 2);
-      x = _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i *)(at + 3 * stride)), 3);
-      x = _mm512_shuffle_epi8(_mm512_permutexvar_epi32(order, x), bytes);
-      // Bytes of sixteen times an entry less 8: of the odd entries, and of the even ones.
-      __m512i odd = _mm512_ternarylogic_epi32(x, high_bits, top_bit, kAndXor);
-      __m512i even = _mm512_ternarylogic_epi32(_mm512_slli_epi16(x, 4), high_bits, top_bit, kAndXor);
-#pragma GCC unroll 4
-      for (int i = 0; i < MT; i++) {
-        int32_t of[4];
-        memcpy(of, w + i * row_bytes, TWO ? 16 : 8);
-        __m512i a = _mm512_set1_epi32(of[0]), b = _mm512_set1_epi32(of[1]);
-        if (TWO) a = _mm512_mask_set1_epi32(a, 0xff00, of[2]), b = _mm512_mask_set1_epi32(b, 0xff00, of[3]);
-        low[i][0] = _mm512_dpbusd_epi32(low[i][0], a, even), low[i][1] = _mm512_dpbusd_epi32(low[i][1], a, odd);
-        high[i][0] = _mm512_dpbusd_epi32(high[i][0], b, even), high[i][1] = _mm512_dpbusd_epi32(high[i][1], b, odd);
-      }
-    }
-  }
-  const __m512i first_pairs = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-  const __m512i last_pairs = _mm512_add_epi32(first_pairs, _mm512_set1_epi32(8));
-#pragma GCC unroll 4
-  for (int i = 0; i < MT; i++) {
-    __m512 sums[2];
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; half++)
-      sums[half] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high[i][half]), _mm512_set1_ps(256.0f),
-                                   _mm512_cvtepi32_ps(low[i][half]));
-    _mm512_storeu_ps(out[i], _mm512_fmadd_ps(_mm512_permutex2var_ps(sums[0], first_pairs, sums[1]),
-                                             _mm512_set1_ps(unit[i][0]), _mm512_set1_ps(offset[i][0])));
-    _mm512_storeu_ps(out[i] + 16, _mm512_fmadd_ps(_mm512_permutex2var_ps(sums[0], last_pairs, sums[1]),
-                                                  _mm512_set1_ps(unit[i][1]), _mm512_set1_ps(offset[i][1])));
-  }
+// The weights of a row and chunk: 2^(score - top), 0 of keys that are not seen.
+inline __m512 weights_of(const SeenKeys &seen, int64_t chunk, const float *scores, float top) {
+  __m512 v = _mm512_mask_loadu_ps(_mm512_set1_ps(-__builtin_inff()), seen.lanes(chunk), scores + chunk * kChunk);
+  return exp2_of_negative(_mm512_sub_ps(v, _mm512_set1_ps(top)));
 }
 
 // Adds values that are not all finite, one by one, as float32: those of keys low .. high of head u.g + g.
@@ -199,84 +181,166 @@ inline void add_values_one_by_one(const Int4Span &s, int64_t g, int64_t low, int
   bf16 *value = workspace(kEntriesInBf16)->reserve<bf16>(args.v_dim);
   memset(out, 0, (size_t)args.v_dim * sizeof(float));
   for (int64_t j = low - s.begin(); j < high - s.begin(); j++) {
-    int4_entries_to_bf16(args.v, s.slots[j / kChunk] + j % kChunk, (s.u.g + g) * args.v_dim, args.v_dim, value);
+    int4_entries_to_bf16(args.v, s.spans[j / kChunk] * kSpanSlots + j % kChunk, (s.u.g + g) * args.v_dim, args.v_dim, value);
     for (int64_t c = 0; c < args.v_dim; c += kLanes)
       store(out + c, fma(splat(weights[j]), load_f32x16(value + c), load<F32x16>(out + c)));
   }
 }
 
-// part[i] + 2 = the weighted values of MT rows, whose weights are at `scores`, kSpan apart, over keys low .. high.
-template <int MT>
-inline void add_int4_values(const Int4Span &s, int64_t g, int64_t low, int64_t high, const float *scores,
-                            float *const *out) {
-  const AttentionArgs &args = s.args;
-  const int64_t groups = s.value_groups, pairs = (groups + 1) / 2, first = (low - s.begin()) / kChunk;
-  const __m512i halves = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
-  // [pairs, chunks, MT, 64 bytes]: of four keys the lower, then the upper bytes of a group's weights; then the next's.
-  uint8_t *weights = workspace(kInt4Weights)->reserve<uint8_t>(pairs * kChunks * MT * 64 + MT * groups * 8);
-  float *unit = (float *)(weights + pairs * kChunks * MT * 64), *offset = unit + MT * groups;
-  for (int64_t p = 0; p < pairs; p++) {
-    const float *scale[2], *minimum[2];
-    __m512 largest[2] = {}, check = {}, offsets[MT][2] = {};
-    for (int k = 0; k < 2; k++) {
-      int64_t column = (g * groups + min64(2 * p + k, groups - 1)) * kSpan;
-      scale[k] = s.scale + column, minimum[k] = s.minimum + column;
-    }
-    for (int64_t c = first; c < s.chunks; c++) {
-      const __mmask16 lanes = lanes_between(s.begin() + c * kChunk, low, high);
+// What the values of two groups of entries share over the keys that a token sees.
+struct GroupPair {
+  const bf16 *ranges[kChunks];  // of the first of the two, and of the other behind them, but if there is only one
+  float unit[2];  // of 16-bit weights, times sixteen
+  __m512 inverse[2];
+  int64_t next;  // from the ranges of the one to those of the other
+};
+
+// Fills `pair` for groups 2 p, 2 p + 1 of head u.g + g. Returns whether all ranges are finite.
+inline bool load_pair(const Int4Span &s, int64_t g, int64_t p, const SeenKeys &seen, GroupPair &pair) {
+  pair.next = 2 * p + 1 < s.value_groups ? 2 * kSpanSlots : 0;
+  __m512 largest[2] = {}, check = {};
+  for (int64_t c = seen.first; c < seen.last; c++) {
+    const bf16 *at = pair.ranges[c] = s.values(c, g).ranges + 4 * p * kSpanSlots;
+    const __mmask16 lanes = seen.lanes(c);
 #pragma GCC unroll 2
-      for (int k = 0; k < 2; k++) {
-        __m512 of = _mm512_maskz_loadu_ps(lanes, scale[k] + c * kChunk);
-        __m512 m = _mm512_maskz_loadu_ps(lanes, minimum[k] + c * kChunk);
-        largest[k] = _mm512_max_ps(largest[k], of);
-        m = _mm512_fmadd_ps(of, _mm512_set1_ps(8.0f), m);
-        check = _mm512_fmadd_ps(m, _mm512_setzero_ps(), check);  // NaN if anything is not finite
-#pragma GCC unroll 4
-        for (int i = 0; i < MT; i++)
-          offsets[i][k] = _mm512_fmadd_ps(_mm512_loadu_ps(scores + i * kSpan + c * kChunk), m, offsets[i][k]);
-      }
+    for (int k = 0; k < 2; k++, at += pair.next) {
+      __m512 of = _mm512_maskz_mov_ps(lanes, load_float16s(at));
+      __m512 minimum = _mm512_maskz_mov_ps(lanes, load_float16s(at + kSpanSlots));
+      largest[k] = _mm512_max_ps(largest[k], of);
+      check = _mm512_fmadd_ps(_mm512_add_ps(of, minimum), _mm512_setzero_ps(), check);  // NaN if anything is not finite
     }
-    if (_mm512_cmp_ps_mask(check, check, _CMP_UNORD_Q)) {
-      for (int i = 0; i < MT; i++) add_values_one_by_one(s, g, low, high, scores + i * kSpan, out[i]);
-      return;
-    }
-    __m512 inverse[2];
+  }
+  for (int k = 0; k < 2; k++) {
+    const float top = _mm512_reduce_max_ps(largest[k]);
+    pair.inverse[k] = _mm512_set1_ps(top > 0 ? kLargestWeight / top : 0.0f);
+    pair.unit[k] = top / (kLargestWeight * 16.0f);
+  }
+  return !_mm512_cmp_ps_mask(check, check, _CMP_UNORD_Q);
+}
+
+// From MT rows of scores, kSpan apart, to the 16-bit weights of a pair of groups: weight times scale times inverse. FIRST:
+// scores become weights, in place, whose sums are sums[i]; else they are weights already. offsets[i][k] = the weighted
+// sum of what is to be added to values less 8 of group k. to [chunks, MT, 64 bytes]: of four keys the lower, then the
+// upper bytes of the one group's weights; then the other's.
+template <int MT, bool FIRST>
+inline void weigh(const Int4Span &s, int64_t g, const SeenKeys &seen, const GroupPair &pair, float *scores, const float *top, float *sums,
+                  float (*offsets)[2], uint8_t *to) {
+  const __m512i halves = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
+  __m512 all[MT] = {}, more[MT][2] = {};
+  for (int64_t c = seen.first; c < seen.last; c++) {
+    if (FIRST) s.prefetch_keys(c, g);
+    const __mmask16 lanes = seen.lanes(c);
+    __m512 scale[2], add[2];
+#pragma GCC unroll 2
     for (int k = 0; k < 2; k++) {
-      float top = _mm512_reduce_max_ps(largest[k]);
-      inverse[k] = _mm512_set1_ps(top > 0 ? kLargestWeight / top : 0.0f);
-      for (int i = 0; i < MT && 2 * p + k < groups; i++) {
-        unit[i * groups + 2 * p + k] = top / (kLargestWeight * 16.0f);
-        offset[i * groups + 2 * p + k] = _mm512_reduce_add_ps(offsets[i][k]);
-      }
+      const bf16 *at = pair.ranges[c] + k * pair.next;
+      scale[k] = _mm512_maskz_mov_ps(lanes, load_float16s(at));
+      add[k] = _mm512_maskz_mov_ps(lanes, load_float16s(at + kSpanSlots));
+      add[k] = _mm512_fmadd_ps(scale[k], _mm512_set1_ps(8.0f), add[k]);
+      scale[k] = _mm512_mul_ps(scale[k], pair.inverse[k]);
     }
-    for (int64_t c = first; c < s.chunks; c++) {
-      const __mmask16 lanes = lanes_between(s.begin() + c * kChunk, low, high);
-      __m512 a = _mm512_mul_ps(_mm512_maskz_loadu_ps(lanes, scale[0] + c * kChunk), inverse[0]);
-      __m512 b = _mm512_mul_ps(_mm512_maskz_loadu_ps(lanes, scale[1] + c * kChunk), inverse[1]);
+#pragma GCC unroll 4
+    for (int i = 0; i < MT; i++) {
+      float *at = scores + i * kSpan;
+      __m512 w;
+      if (FIRST) {
+        w = weights_of(seen, c, at, top[i]);
+        all[i] = _mm512_add_ps(all[i], w);
+        _mm512_storeu_ps(at + c * kChunk, w);
+      } else {
+        w = _mm512_loadu_ps(at + c * kChunk);
+      }
+      __m512i both = _mm512_packus_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(w, scale[0])),
+                                         _mm512_cvtps_epi32(_mm512_mul_ps(w, scale[1])));
+      _mm512_store_si512(to + (c * MT + i) * 64, _mm512_shuffle_epi8(both, halves));
+      more[i][0] = _mm512_fmadd_ps(w, add[0], more[i][0]), more[i][1] = _mm512_fmadd_ps(w, add[1], more[i][1]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < MT; i++) {
+    if (FIRST) sums[i] = _mm512_reduce_add_ps(all[i]);
+    offsets[i][0] = _mm512_reduce_add_ps(more[i][0]), offsets[i][1] = _mm512_reduce_add_ps(more[i][1]);
+  }
+}
+
+// out[i][0 .. 32] = line `line` of values of head u.g + g times 16-bit weights, which `weigh` wrote to `weights`: integer
+// sums times units[k], plus offsets[i][k], where the two halves of the line have groups k = of[0] and of[1] of the pair.
+template <int MT, bool TWO>
+inline void add_line(const Int4Span &s, int64_t g, int64_t line, const SeenKeys &seen, const uint8_t *weights,
+                     const int of[2], const float units[2], const float (*offsets)[2], float *const *out) {
+  const __m512i high_bits = _mm512_set1_epi8((char)0xf0), top_bit = _mm512_set1_epi8((char)0x80);
+  constexpr int kAndXor = 0x6a;  // (a & b) ^ c
+  const int64_t next = s.args.v_dim * 2;
+  __m512i low[MT][2] = {}, high[MT][2] = {};  // products with the lower and the upper half of weights
+  for (int64_t c = seen.first; c < seen.last; c++) {
+    const uint8_t *at = s.values(c, g).bytes + line * 64, *w = weights + c * MT * 64 + of[0] * 8;
+#pragma GCC unroll 4
+    for (int quad = 0; quad < 4; quad++, at += next, w += 16) {
+      // Bytes of sixteen times an entry less 8: of the first sixteen entries, and of the others.
+      const __m512i x = _mm512_loadu_si512(at);
+      const __m512i a = _mm512_ternarylogic_epi32(_mm512_slli_epi16(x, 4), high_bits, top_bit, kAndXor);
+      const __m512i b = _mm512_ternarylogic_epi32(x, high_bits, top_bit, kAndXor);
 #pragma GCC unroll 4
       for (int i = 0; i < MT; i++) {
-        __m512 w = _mm512_loadu_ps(scores + i * kSpan + c * kChunk);
-        __m512i both = _mm512_packus_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(w, a)),
-                                           _mm512_cvtps_epi32(_mm512_mul_ps(w, b)));
-        _mm512_store_si512(weights + ((p * kChunks + c) * MT + i) * 64, _mm512_shuffle_epi8(both, halves));
+        int32_t parts[4];
+        memcpy(parts, w + i * 64, TWO ? 16 : 8);
+        const __m512i lower = _mm512_set1_epi32(parts[0]), upper = _mm512_set1_epi32(parts[1]);
+        low[i][0] = _mm512_dpbusd_epi32(low[i][0], lower, a);
+        high[i][0] = _mm512_dpbusd_epi32(high[i][0], upper, a);
+        low[i][1] = _mm512_dpbusd_epi32(low[i][1], TWO ? _mm512_set1_epi32(parts[2]) : lower, b);
+        high[i][1] = _mm512_dpbusd_epi32(high[i][1], TWO ? _mm512_set1_epi32(parts[3]) : upper, b);
       }
     }
   }
-  const int64_t stride = args.v.stride / 2;
-  for (int64_t e = 0; e < args.v_dim; e += 32) {
-    const int group = (int)(e / s.value_group);
-    const bool two = s.value_group == 16;
-    float units[MT][2], offsets[MT][2], *to[MT];
-    for (int i = 0; i < MT; i++)
-      for (int k = 0; k < 2; k++) {
-        units[i][k] = unit[i * groups + group + (two ? k : 0)], offsets[i][k] = offset[i * groups + group + (two ? k : 0)];
-        to[i] = out[i] + e;
-      }
-    const uint8_t *from = (const uint8_t *)args.v.data + ((s.u.g + g) * args.v_dim + e) / 2;
-    const uint8_t *of = weights + group / 2 * kChunks * MT * 64;
-    (two ? add_entries<MT, true> : add_entries<MT, false>)(s, from, stride, first, of, 64, MT * 64, group, units, offsets,
-                                                           to);
+#pragma GCC unroll 4
+  for (int i = 0; i < MT; i++)
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+      const int k = of[half];
+      const __m512 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high[i][half]), _mm512_set1_ps(256.0f),
+                                         _mm512_cvtepi32_ps(low[i][half]));
+      _mm512_storeu_ps(out[i] + line * 32 + half * 16,
+                       _mm512_fmadd_ps(sum, _mm512_set1_ps(units[k]), _mm512_set1_ps(offsets[i][k])));
+    }
+}
+
+// From MT rows of scores, kSpan apart, of head u.g + g over keys low .. high of a span, which are not none, to their
+// partial results, part[i] = {maximum as a natural logarithm, sum of weights, weighted values}.
+template <int MT>
+inline void attend_rows(const Int4Span &s, int64_t g, int64_t low, int64_t high, float *scores, float *const *part) {
+  const SeenKeys seen(s.begin(), low, high);
+  const int64_t pairs = (s.value_groups + 1) / 2;
+  uint8_t *weights = workspace(kInt4Weights)->reserve<uint8_t>(kChunks * MT * 64 + pairs * (int64_t)sizeof(GroupPair));
+  GroupPair *groups = (GroupPair *)(weights + kChunks * MT * 64);
+  float top[MT], sums[MT], offsets[MT][2], *out[MT];
+  bool finite = true;
+  for (int64_t p = 0; p < pairs; p++) finite = load_pair(s, g, p, seen, groups[p]) && finite;
+  for (int i = 0; i < MT; i++)
+    top[i] = largest_score(seen, scores + i * kSpan), part[i][0] = top[i] * 0.693147181f, out[i] = part[i] + 2;
+  for (int64_t p = 0; p < pairs && finite; p++) {
+    if (p == 0)
+      weigh<MT, true>(s, g, seen, groups[p], scores, top, sums, offsets, weights);
+    else
+      weigh<MT, false>(s, g, seen, groups[p], scores, top, sums, offsets, weights);
+    static constexpr int kOne[2] = {0, 0}, kOther[2] = {1, 1}, kBoth[2] = {0, 1};
+    if (s.value_group == 16) {
+      add_line<MT, true>(s, g, p, seen, weights, kBoth, groups[p].unit, offsets, out);
+      continue;
+    }
+    add_line<MT, false>(s, g, 2 * p, seen, weights, kOne, groups[p].unit, offsets, out);
+    if (groups[p].next) add_line<MT, false>(s, g, 2 * p + 1, seen, weights, kOther, groups[p].unit, offsets, out);
   }
+  for (int i = 0; i < MT && !finite; i++) {
+    __m512 all = {};
+    for (int64_t c = seen.first; c < seen.last; c++) {
+      __m512 w = weights_of(seen, c, scores + i * kSpan, top[i]);
+      all = _mm512_add_ps(all, w);
+      _mm512_storeu_ps(scores + i * kSpan + c * kChunk, w);
+    }
+    sums[i] = _mm512_reduce_add_ps(all);
+    add_values_one_by_one(s, g, low, high, scores + i * kSpan, out[i]);
+  }
+  for (int i = 0; i < MT; i++) part[i][1] = sums[i];
 }
 
 // Computes the partial results of a unit of work over the span with number `span`, written to `to`. The arithmetic of a
@@ -284,46 +348,36 @@ inline void add_int4_values(const Int4Span &s, int64_t g, int64_t low, int64_t h
 inline void attend_span_int4(const AttentionArgs &args, const AttentionUnit &u, int64_t span, const PartialResults &to) {
   const SpanKeys visible(args, u.t, span);
   const int64_t group = args.heads / args.kv_heads, m = u.t.tokens * group;
-  const int64_t value_group = args.v.stride / args.v.groups, groups = args.v_dim / value_group;
+  const int64_t value_group = args.v.groups;
   const int64_t chunks = (visible.end - visible.begin + kChunk - 1) / kChunk;
-  float *scores = workspace(kScores)->reserve<float>((u.heads * m + 2 * u.heads * groups) * kSpan);
-  float *scale = scores + u.heads * m * kSpan;
-  Int4Span s = {args, u, visible, group, m, chunks, value_group, groups, scores, scale, scale + u.heads * groups * kSpan, {}};
+  Int4Span s = {args, u, visible, m, chunks, value_group, args.v_dim / value_group,
+                workspace(kScores)->reserve<float>(m * kSpan), {}, {}};
   for (int64_t c = 0; c < chunks; c++) {
     int64_t key = visible.begin + c * kChunk;
-    s.slots[c] = (int64_t)u.t.table[key / args.block] * args.block + key % args.block;
+    s.spans[c] = ((int64_t)u.t.table[key / args.block] * args.block + key % args.block) / kSpanSlots;
+    key = min64(key + kSpan, u.t.position);
+    s.next_spans[c] = ((int64_t)u.t.table[key / args.block] * args.block + key % args.block) / kSpanSlots;
   }
-  if (args.k.is_int8())
-    score_int8(s);
-  else
-    score_differences(s);
-  for (int64_t c = 0; c < chunks; c++)
-    if (s.sees(c))
-      convert_ranges(args.v.ranges + 2 * (s.slots[c] * args.v.groups + u.g * groups), args.v.groups, u.heads * groups,
-                     s.scale + c * kChunk, s.minimum + c * kChunk, kSpan);
-  for (int64_t g = 0; g < u.heads; g++)
+  for (int64_t g = 0; g < u.heads; g++) {
+    if (args.k.is_int8())
+      score_int8(s, g);
+    else
+      score_differences(s, g);
     for (int64_t i = 0; i < u.t.tokens; i++) {
       const int64_t high = min64(visible.end, u.t.position + i + 1);
       const int64_t low = args.window ? max64(visible.begin, u.t.position + i + 1 - args.window) : visible.begin;
-      float *of = scores + (g * m + i * group) * kSpan, *out[4];
-      for (int64_t h = 0; h < group;) {
-        const int64_t rows = group - h >= 4 ? 4 : group - h >= 2 ? 2 : 1;
-        for (int64_t r = 0; r < rows; r++) {
-          float *part = to.part + i * to.token_stride + ((u.g + g) * group + h + r) * to.stride;
-          out[r] = part + 2;
-          if (low < high) {
-            softmax_powers(s, low, high, of + (h + r) * kSpan, part);
-          } else {  // this token sees nothing of the span
-            part[0] = -__builtin_inff(), part[1] = 0;
-            memset(part + 2, 0, (size_t)(to.stride - 2) * sizeof(float));
-          }
+      for_rows(group, [&](auto rows, int64_t h) {
+        float *part[rows.value];
+        for (int r = 0; r < rows.value; r++) {
+          part[r] = to.part + i * to.token_stride + ((u.g + g) * group + h + r) * to.stride;
+          if (low < high) continue;
+          part[r][0] = -__builtin_inff(), part[r][1] = 0;  // this token sees nothing of the span
+          memset(part[r] + 2, 0, (size_t)(to.stride - 2) * sizeof(float));
         }
-        if (low < high)
-          (rows == 4 ? add_int4_values<4> : rows == 2 ? add_int4_values<2> : add_int4_values<1>)(s, g, low, high,
-                                                                                                  of + h * kSpan, out);
-        h += rows;
-      }
+        if (low < high) attend_rows<rows.value>(s, g, low, high, s.scores + (i * group + h) * kSpan, part);
+      });
     }
+  }
 }
 
 }  // namespace

@@ -14,16 +14,17 @@ namespace {
 // Slots whose keys are differences from the first of them, and entries of such keys that share a scale and a minimum.
 constexpr int64_t kSpanSlots = 16, kDifferenceGroup = 16;
 
-// K, V or latents: entries of slot s begin with entry s * stride, its scales at scale + s * groups; for 4 bits, its pairs
-// of scale and minimum, one for stride / groups entries, 16 or 32, at ranges + 2 * s * groups.
+// K, V or latents: entries of slot s begin with entry s * stride, its scales at scale + s * groups. Of 4 bits a span of
+// slots and a head lie together: see `SpanOfHead`; `groups` entries, 16 or 32, share a range.
 struct KvEntries {
   void *data;
   float *scale;
   int64_t stride, groups, group_size;  // `group_size` entries share a scale of int8 or FP8
   int32_t kind = IP_KV_BF16;
   const bf16 *ranges = nullptr;  // float16
-  const int8_t *first = nullptr;  // of each span, [stride]
+  const int8_t *first = nullptr;
   const float *first_scale = nullptr;  // of each span and head
+  int64_t head = 0;  // bytes from one head of a span to the next, which is `stride` from span to span
   bool is_bf16() const { return kind == IP_KV_BF16; }
   bool is_int8() const { return kind == IP_KV_INT8; }
   bool has_scales() const { return kind == IP_KV_INT8 || kind == IP_KV_FP8; }
@@ -37,11 +38,12 @@ struct KvEntries {
 // The keys of a cache, `entries` per slot for all its KV heads together; for latents, the latents.
 inline KvEntries key_entries(const ip_cache &c, int64_t entries) {
   return {c.k, c.k_scale, c.k_stride, c.k_groups, c.k_scale ? entries / c.k_groups : 0, c.k_kind, c.k_ranges, c.first,
-          c.first_scale};
+          c.first_scale, c.k_head};
 }
 // The values of a cache, `entries` per slot for all its KV heads together.
 inline KvEntries value_entries(const ip_cache &c, int64_t entries) {
-  return {c.v, c.v_scale, c.v_stride, c.v_groups, c.v_scale ? entries / c.v_groups : 0, c.v_kind, c.v_ranges};
+  return {c.v, c.v_scale, c.v_stride, c.v_groups, c.v_scale ? entries / c.v_groups : 0, c.v_kind, c.v_ranges,
+          nullptr, nullptr, c.v_head};
 }
 
 // Writes x[0 .. n] to entries first .. first + n of a slot of a cache in bf16, int8 or FP8. If there are scales, they are
@@ -83,27 +85,63 @@ inline void dequantize_fp8(const KvEntries &k, int64_t slot, int64_t first, int6
   }
 }
 
-// The sixteen values of a group of 4-bit entries in float32: range[0] times 0 .. 15, plus range[1]; range is float16.
+// Where the entries of 4 bits of a span and head are. Of keys, 64 bytes are sixteen slots of four bytes, of values sixteen
+// entries of four slots (inferplane.kvcache.int4_spans). Ranges, float16: of each group the scales of the sixteen slots,
+// then their minimums.
+struct SpanOfHead {
+  const uint8_t *bytes;
+  const bf16 *ranges;
+  const int8_t *first;  // the first key, or null
+  SpanOfHead(const KvEntries &k, int64_t span, int64_t head) {
+    const int64_t at = span * k.stride + head * k.head;
+    bytes = (const uint8_t *)k.data + at, ranges = (const bf16 *)((const char *)k.ranges + at);
+    first = k.first ? k.first + at : nullptr;
+  }
+};
+
+// The values of sixteen numbers 0 .. 15 that have one range, in float32: range[0] times the number plus range[kSpanSlots].
 inline F32x16 int4_values(const bf16 *range) {
-  int32_t both;
-  memcpy(&both, range, sizeof both);
-  __m128 scale_and_minimum = _mm_cvtph_ps(_mm_cvtsi32_si128(both));
+  __m128 scale_and_minimum = _mm_cvtph_ps(_mm_cvtsi32_si128(range[0] | range[kSpanSlots] << 16));
   const F32x16 numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return numbers * scale_and_minimum[0] + scale_and_minimum[1];
 }
 
-// out[c] = the value in bf16 of entry c of n, a multiple of 32, of 4 bits, two in a byte of `from`; of each `group`
-// entries, 16 or 32, `ranges` has scale and minimum. Each value is looked up in a table of its group's sixteen.
-inline void int4_to_bf16(const uint8_t *from, const bf16 *ranges, int64_t group, int64_t n, bf16 *out) {
-  const __m128i low_bits = _mm_set1_epi8(15);
+// entries[0], entries[1] = 32 numbers of a slot: `from` has those of sixteen slots of keys.
+inline void int4_entries_of_key(const uint8_t *from, int64_t slot, __m128i entries[2]) {
+  int32_t quads[4];
+  for (int i = 0; i < 4; i++) memcpy(quads + i, from + i * 64 + slot * 4, 4);
+  const __m128i low_bits = _mm_set1_epi8(15), x = _mm_setr_epi32(quads[0], quads[1], quads[2], quads[3]);
+  __m128i low = _mm_and_si128(x, low_bits), high = _mm_and_si128(_mm_srli_epi16(x, 4), low_bits);
+  entries[0] = _mm_unpacklo_epi32(low, high), entries[1] = _mm_unpackhi_epi32(low, high);
+}
+// The same of values: `from` has those of four slots, and `slot` is one of them.
+inline void int4_entries_of_value(const uint8_t *from, int64_t slot, __m128i entries[2]) {
+  const __m128i low_byte = _mm_set1_epi32(255), count = _mm_cvtsi64_si128(8 * slot), low_bits = _mm_set1_epi8(15);
+  __m128i lanes[4];
+  for (int i = 0; i < 4; i++)
+    lanes[i] = _mm_and_si128(_mm_srl_epi32(_mm_loadu_si128((const __m128i *)(from + 16 * i)), count), low_byte);
+  __m128i x = _mm_packus_epi16(_mm_packus_epi32(lanes[0], lanes[1]), _mm_packus_epi32(lanes[2], lanes[3]));
+  entries[0] = _mm_and_si128(x, low_bits), entries[1] = _mm_and_si128(_mm_srli_epi16(x, 4), low_bits);
+}
+
+// out[0 .. n] = the n entries, a multiple of 32, of head first / n of a slot of 4-bit entries in bf16; of keys, their
+// differences. Each value is looked up in a table of its group's sixteen.
+inline void int4_entries_to_bf16(const KvEntries &k, int64_t slot, int64_t first, int64_t n, bf16 *out) {
+  const SpanOfHead at(k, slot / kSpanSlots, first / n);
+  const int64_t in_span = slot % kSpanSlots;
+  const uint8_t *from = at.bytes;
+  const bf16 *ranges = at.ranges + in_span;
+  if (k.kind == IP_KV_INT4) from += in_span / 4 * 2 * n;
   for (int64_t c = 0; c < n; c += 32) {
-    __m128i bytes = _mm_loadu_si128((const __m128i *)(from + c / 2));
-    __m128i even = _mm_and_si128(bytes, low_bits), odd = _mm_and_si128(_mm_srli_epi16(bytes, 4), low_bits);
-    __m128i entries[2] = {_mm_unpacklo_epi8(even, odd), _mm_unpackhi_epi8(even, odd)};
-    const bf16 *range = ranges + c / group * 2;
+    __m128i entries[2];
+    if (k.kind == IP_KV_INT4)
+      int4_entries_of_value(from + c * 2, in_span % 4, entries);
+    else
+      int4_entries_of_key(from + c * 8, in_span, entries);
+    const bf16 *range = ranges + c / k.groups * 2 * kSpanSlots;
     U16x16 table[2];
     table[0] = f32_to_bf16(int4_values(range));
-    table[1] = group == 16 ? f32_to_bf16(int4_values(range + 2)) : table[0];
+    table[1] = k.groups == 16 ? f32_to_bf16(int4_values(range + 2 * kSpanSlots)) : table[0];
 #if defined(__AVX512BW__)
     __m512i tables = _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)table[0]), (__m256i)table[1], 1);
     __m512i index = _mm512_cvtepu8_epi16(_mm256_set_m128i(entries[1], entries[0]));
@@ -124,27 +162,22 @@ inline void int4_to_bf16(const uint8_t *from, const bf16 *ranges, int64_t group,
   }
 }
 
-// The n entries, a multiple of 32, of head first / n of a slot of 4-bit entries in bf16; of keys, their differences.
-inline void int4_entries_to_bf16(const KvEntries &k, int64_t slot, int64_t first, int64_t n, bf16 *out) {
-  const int64_t group = k.stride / k.groups;
-  int4_to_bf16((const uint8_t *)k.data + (slot * k.stride + first) / 2,
-               k.ranges + 2 * (slot * k.groups + first / group), group, n, out);
-}
-
 // out[0 .. n] = the n entries, a multiple of 32, of head first / n of a slot of 4-bit entries in bf16: each group's
 // scale and minimum applied, and the first key of the span added to differences.
 inline void dequantize_int4(const KvEntries &k, int64_t slot, int64_t first, int64_t n, bf16 *out) {
   if (k.kind == IP_KV_INT4) return int4_entries_to_bf16(k, slot, first, n, out);
-  const int64_t span = slot / kSpanSlots;
-  const uint8_t *from = (const uint8_t *)k.data + (slot * k.stride + first) / 2;
-  const bf16 *range = k.ranges + 2 * (slot * k.groups + first / kDifferenceGroup);
-  const int8_t *added = k.first + span * k.stride + first;
-  const float scale = k.first_scale[span * (k.stride / n) + first / n];
-  for (int64_t c = 0; c < n; c += kDifferenceGroup, range += 2) {
-    float values[16], found[16];
-    store(values, int4_values(range));
-    for (int i = 0; i < 16; i++) found[i] = values[from[(c + i) / 2] >> (i % 2 * 4) & 15];
-    store_bf16x16(out + c, load<F32x16>(found) + load_f32x16(added + c, 16) * scale);
+  const int64_t span = slot / kSpanSlots, in_span = slot % kSpanSlots;
+  const SpanOfHead at(k, span, first / n);
+  const F32x16 scale = splat(k.first_scale[span * (k.stride / k.head) + first / n]);
+  for (int64_t c = 0; c < n; c += 32) {
+    alignas(16) uint8_t entries[32];
+    int4_entries_of_key(at.bytes + c * 8, in_span, (__m128i *)entries);
+    for (int64_t g = c; g < c + 32; g += kDifferenceGroup) {
+      float values[16], found[16];
+      store(values, int4_values(at.ranges + g * 2 + in_span));
+      for (int i = 0; i < 16; i++) found[i] = values[entries[g - c + i]];
+      store_bf16x16(out + g, load<F32x16>(found) + load_f32x16(at.first + g, 16) * scale);
+    }
   }
 }
 

@@ -221,7 +221,7 @@ inline void attend_span(const AttentionArgs &args, const AttentionUnit &u, int64
         multiply(keys, n, s, kSpan);
         if (args.k.kind == IP_KV_INT4_DIFFERENCES) {
           int64_t span = slot / kSpanSlots;
-          int8_to_bf16(args.k.first + span * ld + (u.g + g) * args.dim, args.dim, keys);
+          int8_to_bf16(SpanOfHead(args.k, span, u.g + g).first, args.dim, keys);
           multiply(keys, 1, of_first, kLanes);
           float scale = args.k.first_scale[span * args.kv_heads + u.g + g];
           for (int64_t r = 0; r < m; r++)

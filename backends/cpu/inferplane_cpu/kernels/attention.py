@@ -20,7 +20,7 @@ from inferplane_cpu.structs import Cache, Matrix, RaggedBatch
 KERNELS = Kernels()
 LAYOUTS = (f"paged_{BLOCK_TOKENS}", f"paged_{BLOCK_TOKENS}_int8", f"paged_{BLOCK_TOKENS}_fp8")
 """Entries in the plan's dtype, int8 or FP8, which layers write; attention converts FP8 to bfloat16 first."""
-INT4_LAYOUTS = (f"paged_{BLOCK_TOKENS}_int4", f"paged_{BLOCK_TOKENS}_k8v4")
+INT4_LAYOUTS = (f"paged_{BLOCK_TOKENS}_int4_spans", f"paged_{BLOCK_TOKENS}_k8v4_spans")
 """What attention converts to bfloat16 first; the op `kv_write` writes it, by torch."""
 KV_INT8, KV_FP8, KV_INT4, KV_INT4_DIFFERENCES = range(1, 5)
 """Kinds of entries (csrc/structs.h)."""
@@ -116,17 +116,18 @@ def _describe_cache(kv: Any) -> Cache:
 
 
 def _describe_int4(kv: Any) -> Cache:
+    """Of 4 bits, strides are bytes of a span, `head` bytes of one of its heads, and `groups` entries of a group."""
     keys, values = kv.parts
-    k, v = keys.tensors[0], values.tensors[0]
-    made = Cache(k.data_ptr(), v.data_ptr(), k.stride(0), 2 * v.stride(0), block=kv.block_tokens)
+    k, (v, ranges), heads = keys.tensors[0], values.tensors, kv.request.heads
+    made = Cache(k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), block=kv.block_tokens)
+    made.v_kind, made.v_ranges, made.v_groups = KV_INT4, ranges.data_ptr(), values.group
+    made.v_head = v.stride(0) // heads
     if len(keys.tensors) == 2:
         made.k_kind, made.k_scale, made.k_groups = KV_INT8, keys.tensors[1].data_ptr(), keys.tensors[1].stride(0)
     else:
         _, ranges, first, scale = keys.tensors
-        made.k_kind, made.k_stride, made.k_groups = KV_INT4_DIFFERENCES, 2 * k.stride(0), ranges.stride(0) // 2
+        made.k_kind, made.k_groups, made.k_head = KV_INT4_DIFFERENCES, keys.differences.group, k.stride(0) // heads
         made.k_ranges, made.first, made.first_scale = ranges.data_ptr(), first.data_ptr(), scale.data_ptr()
-    ranges = values.tensors[1]
-    made.v_kind, made.v_ranges, made.v_groups = KV_INT4, ranges.data_ptr(), ranges.stride(0) // 2
     return made
 
 
