@@ -91,6 +91,8 @@ DENSE = (
     "*.in_proj_qkv.weight",
     "*.in_proj_z.weight",
     "*.in_proj_qkvz.weight",
+    "*.feed_forward.w[123].weight",
+    "*.mlp.c_fc.weight",
 )
 """Names of weights of linear layers. Norms, routers, gates of delta nets and embeddings without a tied head are not
 quantized."""
