@@ -26,14 +26,16 @@ KINDS = {layout.kv_dtype: layout for layout in layouts() if layout.kv_dtype in (
 
 
 def served(layout):
-    """The samples of each kernel's op that it takes with a layout."""
+    """The samples of each kernel's op that it takes with the layout of its KV dtype that is on offer."""
     for kernel in kernels():
         if layout.name not in kernel.when.kv_layouts or FEATURES.lacking(kernel.when.features):
             continue
         for sample in OPS[kernel.op].samples():
-            context = Context(
-                torch.bfloat16, sample.step_kind, dict.fromkeys(sample.op.kv_requests(), layout), FEATURES
-            )
+            offered = {r: [x for x in layouts(r) if x.kv_dtype == layout.kv_dtype] for r in sample.op.kv_requests()}
+            if not all(offered.values()):
+                continue
+            chosen = {request: found[0] for request, found in offered.items()}
+            context = Context(torch.bfloat16, sample.step_kind, chosen, FEATURES)
             if not kernel.refusals(sample.op, context, sample.op.formats()):
                 yield pytest.param(kernel, sample, layout, id=f"{layout.kv_dtype}-{kernel.name}-{sample.label}")
 

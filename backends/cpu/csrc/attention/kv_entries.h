@@ -1,5 +1,5 @@
-// A layer's cached keys, values or latents, in one of the kinds of structs.h: writing them (but for 4 bits), and
-// reading them in bf16. Layers write, attention reads.
+// A layer's cached keys, values or latents, in one of the kinds of structs.h: writing them, and reading them in bf16.
+// Layers write, attention reads.
 //
 // If few query rows meet a key in int8, the query rows are rounded to 16-bit integers (an error of 2^-16 of a row's
 // largest entry) and multiplied with entries as they lie, exactly; scales are applied to the sums (int8_scores.h). In
@@ -27,6 +27,7 @@ struct KvEntries {
   int64_t head = 0;  // bytes from one head of a span to the next, which is `stride` from span to span
   bool is_bf16() const { return kind == IP_KV_BF16; }
   bool is_int8() const { return kind == IP_KV_INT8; }
+  bool in_spans() const { return kind == IP_KV_INT4 || kind == IP_KV_INT4_DIFFERENCES; }
   bool has_scales() const { return kind == IP_KV_INT8 || kind == IP_KV_FP8; }
   int64_t bytes_of(int64_t entries) const {
     return is_bf16() ? entries * (int64_t)sizeof(bf16) : has_scales() ? entries : entries / 2;
@@ -46,10 +47,74 @@ inline KvEntries value_entries(const ip_cache &c, int64_t entries) {
           nullptr, nullptr, c.v_head};
 }
 
-// Writes x[0 .. n] to entries first .. first + n of a slot of a cache in bf16, int8 or FP8. If there are scales, they are
-// whole groups, and each group's scale is written too: its largest magnitude becomes 127, or 448 in FP8, and a group of
-// zeros has scale 1.
+// Where the entries of 4 bits of a span and head are. Of keys, 64 bytes are sixteen slots of four bytes, of values sixteen
+// entries of four slots (inferplane.kvcache.int4_spans). Ranges, float16: of each group the scales of the sixteen slots,
+// then their minimums.
+struct SpanOfHead {
+  const uint8_t *bytes;
+  const bf16 *ranges;
+  const int8_t *first;  // the first key, or null
+  SpanOfHead(const KvEntries &k, int64_t span, int64_t head) {
+    const int64_t at = span * k.stride + head * k.head;
+    bytes = (const uint8_t *)k.data + at, ranges = (const bf16 *)((const char *)k.ranges + at);
+    first = k.first ? k.first + at : nullptr;
+  }
+};
+
+// Writes x[0 .. n], whole groups, to a slot and head of entries of 4 bits: of keys, the differences from the first one
+// of the span, which is written too if the slot is that. The numbers are those of `Int4Keys` and `Int4Entries` of
+// inferplane.kvcache.int4: scales and minimums saturate, and what is not finite makes its group so.
+inline void write_int4(const KvEntries &k, int64_t slot, int64_t head, const bf16 *x, int64_t n) {
+  const SpanOfHead at(k, slot / kSpanSlots, head);
+  const int64_t in_span = slot % kSpanSlots;
+  uint8_t *to = (uint8_t *)at.bytes + (k.kind == IP_KV_INT4 ? in_span / 4 * 2 * n + in_span % 4 : in_span * 4);
+  F32x16 scale_of_first = {};
+  if (at.first) {
+    float *scale = (float *)k.first_scale + slot / kSpanSlots * (k.stride / k.head) + head;
+    if (in_span == 0) *scale = quantize_int8_row(x, n, (int8_t *)at.first).scale;
+    scale_of_first = splat(*scale);
+  }
+  for (int64_t c = 0; c < n; c += 32) {
+    float values[32];
+    uint8_t entries[32];
+    for (int64_t i = 0; i < 32; i += 16) {
+      F32x16 v = load_f32x16(x + c + i, 16);
+      store(values + i, at.first ? v - load_f32x16(at.first + c + i, 16) * scale_of_first : v);
+    }
+    for (int64_t g = 0; g < 32; g += k.groups) {
+      float least = values[g], most = values[g], all = 0;
+      for (int64_t i = g; i < g + k.groups; i++) {
+        least = values[i] < least ? values[i] : least, most = values[i] > most ? values[i] : most;
+        all += values[i] * 0;
+      }
+      if (all != all && least - least == 0 && most - most == 0) least = most = all;  // a NaN that is not the first one
+      const float limit = 65504.0f;
+      const float minimum = least - least != 0 ? least : least < -limit ? -limit : least > limit ? limit : least;
+      __m128i range = _mm_cvtps_ph(_mm_setr_ps((most - least) / 15.0f, minimum, 0, 0), _MM_FROUND_TO_NEAREST_INT);
+      uint16_t bits[8];
+      memcpy(bits, &range, sizeof bits);
+      if (bits[0] == 0) bits[0] = 0x3c00;  // 1
+      bf16 *pair = (bf16 *)at.ranges + (c + g) / k.groups * 2 * kSpanSlots + in_span;
+      pair[0] = bits[0], pair[kSpanSlots] = bits[1];
+      const __m128 rounded = _mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)bits));
+      for (int64_t i = g; i < g + k.groups; i += 16) {
+        F32x16 step = round_even((load<F32x16>(values + i) - rounded[1]) / rounded[0]);
+        for (int e = 0; e < 16; e++) entries[i + e] = (uint8_t)(step[e] > 0 ? step[e] < 15 ? step[e] : 15 : 0);
+      }
+    }
+    for (int i = 0; i < 16; i++)
+      if (k.kind == IP_KV_INT4)
+        to[c * 2 + i * 4] = (uint8_t)(entries[i] | entries[16 + i] << 4);
+      else
+        to[c * 8 + i / 4 * 64 + i % 4] = (uint8_t)(entries[i / 4 * 8 + i % 4] | entries[i / 4 * 8 + 4 + i % 4] << 4);
+  }
+}
+
+// Writes x[0 .. n] to entries first .. first + n of a slot. If there are scales, they are whole groups, and each group's
+// scale is written too: its largest magnitude becomes 127, or 448 in FP8, and a group of zeros has scale 1. Of 4 bits, they
+// are a head's, and a span's first key is written before the others.
 inline void write_entries(const KvEntries &k, int64_t slot, int64_t first, const bf16 *x, int64_t n) {
+  if (k.in_spans()) return write_int4(k, slot, first / n, x, n);
   if (!k.has_scales()) {
     memcpy(k.bf16_entries() + slot * k.stride + first, x, (size_t)n * sizeof(bf16));
     return;
@@ -84,20 +149,6 @@ inline void dequantize_fp8(const KvEntries &k, int64_t slot, int64_t first, int6
     }
   }
 }
-
-// Where the entries of 4 bits of a span and head are. Of keys, 64 bytes are sixteen slots of four bytes, of values sixteen
-// entries of four slots (inferplane.kvcache.int4_spans). Ranges, float16: of each group the scales of the sixteen slots,
-// then their minimums.
-struct SpanOfHead {
-  const uint8_t *bytes;
-  const bf16 *ranges;
-  const int8_t *first;  // the first key, or null
-  SpanOfHead(const KvEntries &k, int64_t span, int64_t head) {
-    const int64_t at = span * k.stride + head * k.head;
-    bytes = (const uint8_t *)k.data + at, ranges = (const bf16 *)((const char *)k.ranges + at);
-    first = k.first ? k.first + at : nullptr;
-  }
-};
 
 // The values of sixteen numbers 0 .. 15 that have one range, in float32: range[0] times the number plus range[kSpanSlots].
 inline F32x16 int4_values(const bf16 *range) {

@@ -84,12 +84,19 @@ inline void rope_and_cache_head(const ip_layer &layer, const ip_step &step, cons
 }
 
 // `rope_and_cache_head` for all heads of all tokens. Every thread of the team calls it; q and the cache are complete
-// after the next `barrier`.
+// after the next `barrier`. Keys that are differences need the first one of their span, which may be of this step: one
+// thread writes those of a head, in order.
 inline void rope_and_cache(Team &team, const ip_layer &layer, const ip_step &step, const ip_cache &cache,
                            const bf16 *qkv, bf16 *q) {
   int64_t all = layer.heads + 2 * layer.kv_heads;
   team.for_each_chunk(step.tokens * all, 8, [&](int64_t first, int64_t last) {
-    for (int64_t u = first; u < last; u++) rope_and_cache_head(layer, step, cache, qkv, u / all, u % all, q);
+    for (int64_t u = first; u < last; u++) {
+      const int64_t t = u / all, h = u % all, key = h - layer.heads;
+      if (cache.k_kind != IP_KV_INT4_DIFFERENCES || key < 0 || key >= layer.kv_heads)
+        rope_and_cache_head(layer, step, cache, qkv, t, h, q);
+      else if (t == key % step.tokens)
+        for (int64_t i = 0; i < step.tokens; i++) rope_and_cache_head(layer, step, cache, qkv, i, h, q);
+    }
   });
 }
 

@@ -21,7 +21,7 @@ KERNELS = Kernels()
 LAYOUTS = (f"paged_{BLOCK_TOKENS}", f"paged_{BLOCK_TOKENS}_int8", f"paged_{BLOCK_TOKENS}_fp8")
 """Entries in the plan's dtype, int8 or FP8, which layers write; attention converts FP8 to bfloat16 first."""
 INT4_LAYOUTS = (f"paged_{BLOCK_TOKENS}_int4_spans", f"paged_{BLOCK_TOKENS}_k8v4_spans")
-"""What attention converts to bfloat16 first; the op `kv_write` writes it, by torch."""
+"""Entries of 4 bits in spans, which layers write too; what is not multiplied as it lies is converted first."""
 KV_INT8, KV_FP8, KV_INT4, KV_INT4_DIFFERENCES = range(1, 5)
 """Kinds of entries (csrc/structs.h)."""
 RANK_TILES = RANK_COMPOSED + 10

@@ -10,7 +10,7 @@ import torch
 
 from inferplane.plugin import PLAIN, RANK_PORTABLE, Batch, Kernels, LayerKV, StepKind, When
 from inferplane_cpu.kernels import recurrent_block
-from inferplane_cpu.kernels.attention import LAYOUTS, has_tile_dims, native_cache
+from inferplane_cpu.kernels.attention import INT4_LAYOUTS, LAYOUTS, has_tile_dims, native_cache
 from inferplane_cpu.kernels.layer_description import native_layer, native_step
 from inferplane_cpu.kernels.linear import INT8_ACTIVATIONS, RANK_BATCH_INVARIANT, fits_int8_sums
 from inferplane_cpu.kernels.moe import MAX_EXPERTS, ROUTE
@@ -206,7 +206,7 @@ def _when(formats: tuple[str, ...], step_kind: StepKind, *needs: Any, kv_b: Any 
     return When(
         (torch.bfloat16,),
         (PLAIN, *formats),
-        kv_layouts=LAYOUTS,
+        kv_layouts=(*LAYOUTS, *INT4_LAYOUTS) if step_kind == "decode" else LAYOUTS,
         step_kinds=(step_kind,),
         features=features,
         needs=(*NEEDS, kv_b, *needs),
