@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,21 @@ class ConfinedProcess:
         setup: that line, as data.
         start_s: most seconds until it has answered that.
         memory_bytes: most bytes of its address space.
+        descriptors: open files that it gets, under the same numbers.
 
     Raises:
         TimeoutError: it takes longer.
         EOFError: it ends instead.
     """
 
-    def __init__(self, script: str | Path, setup: Any, start_s: float, memory_bytes: int = MEMORY_BYTES) -> None:
+    def __init__(
+        self,
+        script: str | Path,
+        setup: Any,
+        start_s: float,
+        memory_bytes: int = MEMORY_BYTES,
+        descriptors: Sequence[int] = (),
+    ) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-I", __file__, str(script), str(memory_bytes)],
             stdin=subprocess.PIPE,
@@ -60,6 +68,7 @@ class ConfinedProcess:
             stderr=subprocess.DEVNULL,
             env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
             bufsize=0,
+            pass_fds=descriptors,
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout

@@ -38,7 +38,7 @@ from inferplane.serving.errors import ApiError
 from inferplane.serving.grpc import schema, tensors
 from inferplane.serving.http.completions import CompletionRequest
 from inferplane.serving.http.embeddings import EmbeddingRequest
-from inferplane.serving.http.text import DetokenizeRequest, TokenizeRequest
+from inferplane.serving.http.tokens import DetokenizeRequest, TokenizeRequest
 from inferplane.serving.kserve.requests import parse_infer_request
 from inferplane.serving.native import NativeRequest
 from inferplane.serving.threads import SWITCH_S, switch_threads_often

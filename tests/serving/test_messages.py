@@ -17,7 +17,7 @@ from inferplane.serving.chat.request import ChatRequest
 from inferplane.serving.chat_template.template import ChatTemplate
 from inferplane.serving.errors import ApiError
 from inferplane.serving.http.completions import CompletionRendering, CompletionRequest
-from inferplane.serving.http.text import TokenizeRequest
+from inferplane.serving.http.tokens import TokenizeRequest
 from inferplane.serving.native import NativeRequest, build_call
 from inferplane.serving.rendering import GeneratedChoice
 from inferplane.serving.wire import validate

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from inferplane.engine import SamplingParams
 from inferplane.errors import UsageError
@@ -150,14 +150,32 @@ def check_num_sequences(call: GenerateCall, settings: ServerSettings, max_sequen
     return count
 
 
-def check_prompt_lengths(given: Any, word: str, settings: ServerSettings, info: ModelInfo) -> None:
+class PromptLimits(NamedTuple):
+    """What the server and its model allow of prompts.
+
+    Args:
+        max_prompts: most prompts of a request.
+        max_prompt_tokens: most tokens of a prompt; None: as many as the model allows.
+        max_model_len: a sequence has at most so many tokens.
+    """
+
+    max_prompts: int
+    max_prompt_tokens: int | None
+    max_model_len: int
+
+    @classmethod
+    def of(cls, settings: ServerSettings, info: ModelInfo) -> PromptLimits:
+        """Return the limits of a server that serves a model."""
+        return cls(settings.max_prompts, settings.max_prompt_tokens, info.max_model_len)
+
+
+def check_prompt_lengths(given: Any, word: str, limits: PromptLimits) -> None:
     """Refuse lists that are longer than the model can use, before anything looks at their items.
 
     Args:
         given: what a body has as its prompt, in any form, valid or not.
         word: the wire format's name of the field.
-        settings: the server's limits.
-        info: the engine's model.
+        limits: of prompts.
 
     Raises:
         ApiError: 400, there are too many prompts, or one has too many tokens.
@@ -165,11 +183,11 @@ def check_prompt_lengths(given: Any, word: str, settings: ServerSettings, info: 
     if not isinstance(given, list) or not given:
         return
     several = isinstance(given[0], (str, list))
-    if several and len(given) > settings.max_prompts:
-        raise invalid(f"{len(given)} prompts; a request may hold {settings.max_prompts}.", word, "too_many")
+    if several and len(given) > limits.max_prompts:
+        raise invalid(f"{len(given)} prompts; a request may hold {limits.max_prompts}.", word, "too_many")
     for prompt in given if several else [given]:
         if isinstance(prompt, list):
-            _check_length(prompt, word, settings, info)
+            _check_length(prompt, word, limits)
 
 
 def build_sampling_params(
@@ -204,14 +222,14 @@ def _check_prompt(call: GenerateCall, prompt: Sequence[int], settings: ServerSet
     word = call.word("prompt")
     if not prompt:
         raise invalid("The prompt is empty.", word)
-    _check_length(prompt, word, settings, info)
+    _check_length(prompt, word, PromptLimits.of(settings, info))
     bad = next((t for t in prompt if not 0 <= t < info.vocab), None)
     if bad is not None:
         raise invalid(f"Token id {bad} is not in the vocabulary, which has ids 0 to {info.vocab - 1}.", word)
 
 
-def _check_length(prompt: Sequence[Any], word: str, settings: ServerSettings, info: ModelInfo) -> None:
-    max_prompt, max_model_len = settings.max_prompt_tokens, info.max_model_len
+def _check_length(prompt: Sequence[Any], word: str, limits: PromptLimits) -> None:
+    max_prompt, max_model_len = limits.max_prompt_tokens, limits.max_model_len
     if max_prompt is not None and len(prompt) > max_prompt:
         raise invalid(f"The prompt has {len(prompt)} tokens; at most {max_prompt}.", word, "context_length_exceeded")
     if len(prompt) >= max_model_len:

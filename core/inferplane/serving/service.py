@@ -17,10 +17,17 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from inferplane.errors import CapacityError, UsageError
-from inferplane.serving.admission import Deadline, GenerateCall, build_sampling_params, check_num_sequences
-from inferplane.serving.bodies import LARGE_BYTES, BodyMemory
+from inferplane.serving.admission import (
+    Deadline,
+    GenerateCall,
+    PromptLimits,
+    build_sampling_params,
+    check_num_sequences,
+)
+from inferplane.serving.bodies import LARGE_BYTES, BodyMemory, HeldMemory
 from inferplane.serving.errors import ApiError, invalid
 from inferplane.serving.generation import Generation
+from inferplane.serving.large_bodies.reader import LargeBodyReader
 from inferplane.serving.model import ServedModel
 from inferplane.serving.settings import ServerSettings
 from inferplane.serving.shared_state.counters import (
@@ -34,7 +41,7 @@ from inferplane.serving.shared_state.counters import (
 from inferplane.serving.shared_state.loop_lag import NOT_READY_S, LoopLag
 from inferplane.serving.shared_state.slots import SequenceSlots, SlotReservation
 from inferplane.serving.threads import run_in_daemon_thread
-from inferplane.serving.wire import RequestBody, unknown_fields
+from inferplane.serving.wire import RequestBody, parse, unknown_fields
 
 if TYPE_CHECKING:
     from inferplane.engine import AsyncLLM
@@ -108,6 +115,8 @@ class Service:
         self._watcher: asyncio.Task[None] | None = None
         self._encoders = ThreadPoolExecutor(2, thread_name_prefix="inferplane-encode")
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="inferplane-read")
+        self._checkers = ThreadPoolExecutor(1, thread_name_prefix="inferplane-check")
+        self._large_bodies = LargeBodyReader(settings.max_body_bytes)
 
     # -- life
 
@@ -154,8 +163,9 @@ class Service:
             await asyncio.sleep(0.02)
         if self.model is not None:
             await self.model.close()
-        for threads in (self._encoders, self._readers):
+        for threads in (self._encoders, self._readers, self._checkers):
             threads.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._large_bodies.close)
         self.state = "ended"
 
     @property
@@ -299,6 +309,31 @@ class Service:
             raise invalid(error.what, word) from error
         except CapacityError as error:
             raise invalid(error.what, word, "context_length_exceeded") from error
+
+    @property
+    def prompt_limits(self) -> PromptLimits:
+        """What this server allows of prompts; raises ApiError 503 while no model accepts requests."""
+        return PromptLimits.of(self.settings, self.ready_model.info)
+
+    async def read_json(self, path: str, body: bytes, held: HeldMemory) -> dict[str, Any]:
+        """Return a body as a JSON object. A large one is parsed and checked in a process of its own first, so that no
+        invalid one takes this process's time; what it raises is what reading its fields here would raise.
+
+        Args:
+            path: a route of `body_checks.READ`.
+            body: as it arrived.
+            held: gets what the values of a large body take; the gate has charged a small one.
+
+        Raises:
+            ApiError: it is invalid; 503, there is no memory for it, or the other process failed.
+            InvalidBody: it is invalid, and the answer's form depends on it.
+        """
+        if len(body) <= LARGE_BYTES:
+            return parse(body)
+        loop, limits = asyncio.get_running_loop(), self.prompt_limits
+        checked = await loop.run_in_executor(self._checkers, self._large_bodies.check, path, body, limits)
+        held.add(checked.value_bytes)
+        return await self.read(len(body), parse, checked.body)
 
     async def read(self, num_bytes: int, function: Callable[..., Result], *args: Any) -> Result:
         """Return what a function makes of a body's bytes or values. For large bodies it runs in a thread, one at a

@@ -15,8 +15,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from inferplane.engine.clients.process.memory import memory_trimmer
-from inferplane.serving.bodies import object_bytes
+from inferplane.serving.bodies import LARGE_BYTES, object_bytes
 from inferplane.serving.errors import ApiError, internal
+from inferplane.serving.http.body_checks import READ
 from inferplane.serving.http.chunks import ChunkWriter
 from inferplane.serving.http.fast_path import AdmissionFastPath, LoopPassLimiter
 from inferplane.serving.http.protocol import MAX_HEADER_BYTES, address_group
@@ -288,7 +289,10 @@ class GatedRequest:
                 body.clear()
                 is_infer = is_infer_path(self._scope["path"])
                 text = whole[: find_json_length(self._scope["headers"], len(whole))] if is_infer else whole
-                self._held.add(await self._gate.fast_path.read(len(text), object_bytes, text))
+                if len(whole) > LARGE_BYTES and self._scope["path"] in READ:  # checked in another process, then charged
+                    self._held.add(len(whole))
+                else:
+                    self._held.add(await self._gate.fast_path.read(len(text), object_bytes, text))
                 return whole
 
     # -- the route

@@ -10,23 +10,30 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from inferplane.serving import native
-from inferplane.serving.admission import Deadline, GenerateCall, check_prompt_lengths
+from inferplane.serving.admission import Deadline, GenerateCall
 from inferplane.serving.chat import call as chat
 from inferplane.serving.chat.rendering import ChatRendering
-from inferplane.serving.chat.request import ChatRequest
 from inferplane.serving.chat.tools import plan_tools
 from inferplane.serving.errors import ApiError
-from inferplane.serving.http.completions import CompletionRendering, CompletionRequest
-from inferplane.serving.http.embeddings import EmbeddingRendering, EmbeddingRequest
+from inferplane.serving.http.body_checks import (
+    ALIASES,
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    read_chat,
+    read_completion,
+    read_embedding,
+    read_native,
+)
+from inferplane.serving.http.completions import CompletionRendering
+from inferplane.serving.http.embeddings import EmbeddingRendering
 from inferplane.serving.http.responses import GenerateResponse, Handler, error_response
-from inferplane.serving.http.scope import Scope, context_of
+from inferplane.serving.http.scope import Scope, context_of, held_by
+from inferplane.serving.large_bodies.reader import InvalidBody
 from inferplane.serving.rendering import Rendering
 from inferplane.serving.service import Service
-from inferplane.serving.wire import RequestBody, parse, validate
+from inferplane.serving.wire import RequestBody
 
-COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
-ALIASES = {f"{CHAT}/completions": COMPLETIONS, f"{CHAT}/chat/completions": CHAT}
-"""Paths that OpenAI's client uses if its base URL is `.../v1/chat/completions`, as in the source system's example."""
 NATIVE = (COMPLETIONS, CHAT, *ALIASES)
 """Routes that also accept the native dialect."""
 PATHS = (*NATIVE, EMBEDDINGS)
@@ -72,7 +79,11 @@ def _either_dialect(service: Service, openai: Dialect) -> Handler:
 
     async def handle(scope: Scope, body: bytes) -> Response:
         context = context_of(scope)
-        deadline, data = await _read_json(service, scope, body)
+        try:
+            deadline, data = await _read_json(service, scope, body)
+        except InvalidBody as refused:  # of the native dialect
+            service.count_refusal(refused.error)
+            return error_response(refused.error, native.error_body_for(refused.error, refused.fields))
         if not native.is_native(data):
             return await deadline.enforce(openai(data, len(body), context.request_id))
         native.refuse_mixture(data)
@@ -88,26 +99,24 @@ def _either_dialect(service: Service, openai: Dialect) -> Handler:
 async def _read_json(service: Service, scope: Scope, body: bytes) -> tuple[Deadline, dict[str, Any]]:
     """Return the request's time limit, which begins now and holds for the reading too, and the body's fields."""
     deadline = context_of(scope).deadline = Deadline(service.settings.request_timeout_s)
-    data = await deadline.enforce(service.read(len(body), parse, body))
+    data = await deadline.enforce(service.read_json(scope["path"], body, held_by(scope)))
     deadline.shorten(data.get("timeout"))
     return deadline, data
 
 
 async def _completion(service: Service, data: dict[str, Any], num_bytes: int, request_id: str) -> GenerateResponse:
     model = service.ready_model
-    check_prompt_lengths(data.get("prompt"), "prompt", service.settings, model.info)
-    request = await service.read(num_bytes, validate, CompletionRequest, data)
+    request = await service.read(num_bytes, read_completion, data, service.prompt_limits)
     request.check_consistency()
     rendering = CompletionRendering(request, model, model.resolve_name(request.model), request_id)
     return _response(service, request, request.to_call(), rendering, stream=bool(request.stream))
 
 
 async def _chat(service: Service, data: dict[str, Any], num_bytes: int, request_id: str) -> GenerateResponse:
-    request = await service.read(num_bytes, validate, ChatRequest, data)
-    request.check_consistency()
+    request = await service.read(num_bytes, read_chat, data, service.prompt_limits)
+    tools = await service.read(num_bytes, plan_tools, request)
     model = service.ready_model
     name = model.resolve_name(request.model)
-    tools = await service.read(num_bytes, plan_tools, request)
     call, plan = await chat.build_call(request, model, tools)
     rendering = ChatRendering(request, plan, model, name, request_id)
     return _response(service, request, call, rendering, stream=bool(request.stream))
@@ -116,8 +125,7 @@ async def _chat(service: Service, data: dict[str, Any], num_bytes: int, request_
 async def _embeddings(service: Service, scope: Scope, body: bytes) -> GenerateResponse:
     deadline, data = await _read_json(service, scope, body)
     model = service.ready_model
-    check_prompt_lengths(data.get("input"), "input", service.settings, model.info)
-    request = await deadline.enforce(service.read(len(body), validate, EmbeddingRequest, data))
+    request = await deadline.enforce(service.read(len(body), read_embedding, data, service.prompt_limits))
     rendering = EmbeddingRendering(request, model.resolve_name(request.model), model.info.width)
     call = request.to_call(service.settings.pooling)
     return _response(service, request, call, rendering, stream=False)
@@ -125,8 +133,7 @@ async def _embeddings(service: Service, scope: Scope, body: bytes) -> GenerateRe
 
 async def _native(service: Service, data: dict[str, Any], num_bytes: int, request_id: str) -> GenerateResponse:
     model = service.ready_model
-    check_prompt_lengths(data.get("input_ids"), "input_ids", service.settings, model.info)
-    request = await service.read(num_bytes, validate, native.NativeRequest, data)
+    request = await service.read(num_bytes, read_native, data, service.prompt_limits)
     call = await native.build_call(request, model, service.settings.native_text)
     rendering = native.NativeRendering(request, request_id)
     return _response(service, request, call, rendering, stream=bool(request.stream))

@@ -23,7 +23,7 @@ from inferplane.serving.admission import Deadline
 from inferplane.serving.errors import ApiError, invalid
 from inferplane.serving.generation import Generation
 from inferplane.serving.http.responses import GenerateResponse
-from inferplane.serving.http.scope import Scope, context_of
+from inferplane.serving.http.scope import Scope, context_of, held_by
 from inferplane.serving.kserve import names, requests, tensors
 from inferplane.serving.kserve.tensors import BYTES, DTYPES, GivenTensor
 from inferplane.serving.rendering import GeneratedChoice, Rendering, encode_json
@@ -198,7 +198,6 @@ def _metadata(service: Service, model: str, version: str) -> Response:
 
 async def _infer(service: Service, scope: Scope, body: bytes, model: str, version: str) -> Response:
     context = context_of(scope)
-    assert context.held is not None
     deadline = context.deadline = Deadline(service.settings.request_timeout_s)
     name = names.resolve_name(service, model, version)
     length = names.find_json_length(scope["headers"], len(body))
@@ -212,7 +211,7 @@ async def _infer(service: Service, scope: Scope, body: bytes, model: str, versio
         raise invalid(f"There is no output {unknown!r}. There is: {', '.join(names.OUTPUTS)}.", "outputs")
     longest = requests.longest_inputs(service)
     given = await deadline.enforce(service.read(len(body), _read_inputs, request.inputs, tail, longest))
-    parsing = requests.parse_infer_request(given, parameters, request.id or "", service, context.held)
+    parsing = requests.parse_infer_request(given, parameters, request.id or "", service, held_by(scope))
     infer = await deadline.enforce(parsing)
     if infer.demands_stream:  # as Triton refuses models that answer in pieces at this path
         raise invalid(

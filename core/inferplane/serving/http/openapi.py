@@ -18,6 +18,7 @@ from inferplane.serving.chat.response import ChatResponse
 from inferplane.serving.http import infer, operation, text
 from inferplane.serving.http.completions import CompletionRequest, CompletionResponse
 from inferplane.serving.http.embeddings import EmbeddingRequest, EmbeddingResponse
+from inferplane.serving.http.tokens import DetokenizeRequest, TokenizeRequest
 from inferplane.serving.kserve.names import is_kserve
 from inferplane.serving.native import NativeError, NativeRequest, NativeResponse
 from inferplane.serving.wire import ErrorBody
@@ -32,8 +33,8 @@ BODIES: dict[str, tuple[Models, Models]] = {
     "/v1/embeddings": ((EmbeddingRequest,), (EmbeddingResponse,)),
     "/v1/models": ((), (text.ModelList,)),
     "/v1/models/{model}": ((), (text.ModelCard,)),
-    "/tokenize": ((text.TokenizeRequest,), (text.TokenizeResponse,)),
-    "/detokenize": ((text.DetokenizeRequest,), (text.DetokenizeResponse,)),
+    "/tokenize": ((TokenizeRequest,), (text.TokenizeResponse,)),
+    "/detokenize": ((DetokenizeRequest,), (text.DetokenizeResponse,)),
     "/tokenizer_info": ((), (text.TokenizerInfo,)),
     **dict.fromkeys(("/health", "/v2/health/live", "/v2/health/ready"), ((), (operation.HealthBody,))),
     "/version": ((), (operation.VersionBody,)),

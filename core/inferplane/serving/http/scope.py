@@ -51,3 +51,10 @@ def context_of(scope: Scope) -> RequestContext:
     """Return the record of a request."""
     context: RequestContext = scope[CONTEXT]
     return context
+
+
+def held_by(scope: Scope) -> HeldMemory:
+    """Return the memory that a request takes."""
+    held = context_of(scope).held
+    assert held is not None
+    return held

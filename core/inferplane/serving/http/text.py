@@ -9,35 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
 from inferplane.errors import UsageError
 from inferplane.serving import native
 from inferplane.serving.admission import Deadline
 from inferplane.serving.chat.call import render_messages
-from inferplane.serving.chat.request import MAX_TOOLS, ConversationRequest, Tool
-from inferplane.serving.chat_template.fields import TemplateFields, list_unread_keys
+from inferplane.serving.chat_template.fields import list_unread_keys
 from inferplane.serving.errors import invalid
+from inferplane.serving.http.body_checks import DETOKENIZE, TOKENIZE
 from inferplane.serving.http.responses import report_ignored_fields
+from inferplane.serving.http.scope import Scope, held_by
+from inferplane.serving.http.tokens import read_detokenize, read_tokenize
 from inferplane.serving.model import DEFAULT_NAME
 from inferplane.serving.service import Service
-from inferplane.serving.wire import AtMost, JsonObject, RequestBody, TokenId, any_given, parse, validate
-
-
-class TokenizeRequest(TemplateFields, ConversationRequest):
-    """A text or a conversation to turn into token ids."""
-
-    model_config = ConfigDict(**RequestBody.model_config, json_schema_extra=any_given("prompt", "messages"))
-
-    model: str | None = Field(None, max_length=4096)
-    prompt: str | None = None
-    tools: Annotated[list[Tool], AtMost(MAX_TOOLS)] | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
+from inferplane.serving.wire import JsonObject
 
 
 class TokenizeResponse(JsonObject):
@@ -47,13 +36,6 @@ class TokenizeResponse(JsonObject):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
-
-
-class DetokenizeRequest(RequestBody):
-    """Token ids to turn into text."""
-
-    model: str | None = Field(None, max_length=4096)
-    tokens: Annotated[list[TokenId], AtMost()]
 
 
 class DetokenizeResponse(JsonObject):
@@ -115,14 +97,15 @@ def routes(service: Service) -> APIRouter:
             service.ready_model.resolve_name(model)
         return JSONResponse(_card(service, model))
 
-    @router.post("/tokenize")
+    @router.post(TOKENIZE)
     async def tokenize(request: Request) -> Response:
         deadline = Deadline(service.settings.request_timeout_s)
-        return await deadline.enforce(_tokenize(service, await request.body()))
+        return await deadline.enforce(_tokenize(service, request.scope, await request.body()))
 
-    @router.post("/detokenize")
+    @router.post(DETOKENIZE)
     async def detokenize(request: Request) -> Response:
-        return await _detokenize(service, await request.body())
+        deadline = Deadline(service.settings.request_timeout_s)
+        return await deadline.enforce(_detokenize(service, request.scope, await request.body()))
 
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
@@ -145,9 +128,9 @@ def _card(service: Service, name: str) -> dict[str, Any]:
     return ModelCard(id=name, defaults=DEFAULTS, **own, **info).model_dump()
 
 
-async def _tokenize(service: Service, body: bytes) -> Response:
-    data = await service.read(len(body), parse, body)
-    request = await service.read(len(body), validate, TokenizeRequest, data)
+async def _tokenize(service: Service, scope: Scope, body: bytes) -> Response:
+    data = await service.read_json(TOKENIZE, body, held_by(scope))
+    request = await service.read(len(body), read_tokenize, data, service.prompt_limits)
     model = service.ready_model
     model.resolve_name(request.model)
     if (request.prompt is None) == (request.messages is None):
@@ -169,14 +152,10 @@ async def _tokenize(service: Service, body: bytes) -> Response:
     return JSONResponse(out, headers=report_ignored_fields(service.count_ignored(request, ignored)))
 
 
-async def _detokenize(service: Service, body: bytes) -> Response:
-    data = await service.read(len(body), parse, body)
+async def _detokenize(service: Service, scope: Scope, body: bytes) -> Response:
+    data = await service.read_json(DETOKENIZE, body, held_by(scope))
     model = service.ready_model
-    given, longest = data.get("tokens"), model.info.max_model_len
-    if isinstance(given, list) and len(given) > longest:
-        message = f"{len(given)} tokens; a sequence has at most {longest}."
-        raise invalid(message, "tokens", "context_length_exceeded")
-    request = await service.read(len(body), validate, DetokenizeRequest, data)
+    request = await service.read(len(body), read_detokenize, data, service.prompt_limits)
     model.resolve_name(request.model)
     bad = next((t for t in request.tokens if t >= model.info.vocab), None)
     if bad is not None:

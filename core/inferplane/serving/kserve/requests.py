@@ -200,7 +200,7 @@ async def _native(given: Any, request_id: str, service: Service, timeout_s: floa
         data.setdefault("req_id", request_id)
     if timeout_s is not None:
         data.setdefault("timeout", timeout_s)
-    check_prompt_lengths(data.get("input_ids"), "input_ids", service.settings, service.ready_model.info)
+    check_prompt_lengths(data.get("input_ids"), "input_ids", service.prompt_limits)
     parsed = await service.read(num_bytes, validate, native.NativeRequest, data)
     service.count_ignored(parsed)
     deadline = Deadline(service.settings.request_timeout_s, parsed.timeout)
