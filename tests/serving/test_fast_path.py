@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from inferplane.serving import service
+from inferplane.serving.bodies import BodyMemory
 from inferplane.serving.http import generate
 from inferplane.serving.http.app import full_app, health_app, metrics_app
 from inferplane.serving.http.chunks import ChunkWriter
@@ -73,11 +75,11 @@ def test_tasks_behind_those_of_another_limiter_have_few_passes_while_these_wait(
             await limiter.wait()
             went.append(name)
 
-        tasks = [asyncio.create_task(one("first", first)) for _ in range(60)]
+        tasks = [asyncio.create_task(one("first", first)) for _ in range(8 * MAX_SKIPPED_PASSES)]
         tasks += [asyncio.create_task(one("after", limiter)) for _ in range(5)]
         await asyncio.wait_for(asyncio.gather(*tasks), 10)
         places = [i for i, name in enumerate(went) if name == "after"]
-        assert len(went) == 65 and len(places) == 5
+        assert len(went) == 8 * MAX_SKIPPED_PASSES + 5 and len(places) == 5
         gaps = [b - a for a, b in zip([0, *places], places, strict=False)]
         assert places[0] > MAX_SKIPPED_PASSES and max(gaps) <= 2 * (MAX_SKIPPED_PASSES + 2) + 1, places
         await asyncio.sleep(0)
@@ -85,6 +87,30 @@ def test_tasks_behind_those_of_another_limiter_have_few_passes_while_these_wait(
         alone = asyncio.create_task(one("alone", limiter))
         await asyncio.sleep(0)
         assert alone.done()
+
+    asyncio.run(work())
+
+
+def test_tasks_do_not_wait_behind_those_of_another_client():
+    """A client that sends many requests at once leaves passes to its own refusals, not to another's."""
+
+    async def work() -> None:
+        first = LoopPassLimiter(2)
+        limiter = LoopPassLimiter(after=first)
+        went: list[str] = []
+
+        async def one(client: str) -> None:
+            await first.wait(client)
+            await limiter.wait(client)
+            went.append(client)
+
+        many = [asyncio.create_task(one("many")) for _ in range(4 * MAX_SKIPPED_PASSES)]
+        await asyncio.sleep(0)
+        few = asyncio.create_task(one("few"))
+        for _ in range(4):
+            await asyncio.sleep(0)
+        assert few.done() and went == ["few"], went
+        await asyncio.wait_for(asyncio.gather(*many), 10)
 
     asyncio.run(work())
 
@@ -125,7 +151,7 @@ async def post(app: Any, path: str, body: bytes) -> tuple[list[Any], dict[str, A
     async def send(message: Any) -> None:
         sent.append(message)
 
-    context = RequestContext("r", ChunkWriter(send))
+    context = RequestContext("r", ChunkWriter(send), held=BodyMemory(10**9).hold())
     scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
     scope.update({"headers": [(b"content-type", b"application/json")], CONTEXT: context})
     try:
@@ -151,7 +177,7 @@ def test_the_direct_handlers_answer_as_fastapi_does(path: str, monkeypatch: pyte
         def fall(body: bytes) -> None:
             raise ZeroDivisionError
 
-        monkeypatch.setattr(generate, "parse", fall)
+        monkeypatch.setattr(service, "parse", fall)
         found = await post(short, path, b"{}")
         assert found == await post(long, path, b"{}")
         assert found[0][0]["status"] == 500 and found[2]

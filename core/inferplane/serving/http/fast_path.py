@@ -22,7 +22,7 @@ from inferplane.serving.shared_state.slots import SlotReservation
 from inferplane.serving.tracing import trace_headers
 from inferplane.serving.wire import parse
 
-MAX_SKIPPED_PASSES = 8
+MAX_SKIPPED_PASSES = 32
 """Most passes in succession in which a limiter lets none of its tasks continue, because those of another one do."""
 
 
@@ -32,7 +32,8 @@ class LoopPassLimiter:
 
     Args:
         per_pass: how many.
-        after: most passes in which tasks continue there, or wait, are left to them.
+        after: passes in which tasks of a client continue there, or wait, are left to them, most of them at least: the
+            same client's tasks wait here. Those of others do not.
     """
 
     def __init__(self, per_pass: int = 1, after: LoopPassLimiter | None = None) -> None:
@@ -40,6 +41,8 @@ class LoopPassLimiter:
         """Tasks that wait, by client; the client whose turn is next comes first."""
         self._per_pass = self._left = per_pass
         self._after, self._skipped = after, 0
+        self._continued: set[str] = set()
+        """Clients of which tasks have continued in this pass."""
         self._is_scheduled = False
         """Whether the event loop will call `_begin_pass`."""
 
@@ -48,20 +51,20 @@ class LoopPassLimiter:
         one task of each client after the other.
         """
         self._schedule()
-        if self._left and not self._waiting and not self._must_skip():
+        if self._left and not self._waiting and not self._must_skip(client):
             self._left -= 1
+            self._continued.add(client)
             return
         waiter = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(client, deque()).append(waiter)
         await waiter
 
-    def _must_skip(self) -> bool:
-        return self._after is not None and self._after._is_busy and self._skipped < MAX_SKIPPED_PASSES
+    def _must_skip(self, client: str) -> bool:
+        return self._after is not None and self._after._is_busy_for(client) and self._skipped < MAX_SKIPPED_PASSES
 
-    @property
-    def _is_busy(self) -> bool:
-        """Whether tasks have continued in this pass, or wait."""
-        return self._left < self._per_pass or bool(self._waiting)
+    def _is_busy_for(self, client: str) -> bool:
+        """Whether tasks of a client have continued in this pass, or wait."""
+        return client in self._continued or client in self._waiting
 
     def _schedule(self) -> None:
         if not self._is_scheduled:
@@ -72,21 +75,26 @@ class LoopPassLimiter:
         """Begin a pass: those that have waited come first."""
         self._is_scheduled = False
         self._left = self._per_pass
+        self._continued.clear()
         if not self._waiting:
             return
         self._schedule()
-        if self._must_skip():
+        turns = [client for client in self._waiting if not self._must_skip(client)]
+        if len(turns) < len(self._waiting):
             self._skipped += 1
-            return
-        self._skipped = 0
-        while self._waiting and self._left:
-            client, tasks = self._waiting.popitem(last=False)
+        elif turns:
+            self._skipped = 0
+        while turns and self._left:
+            client = turns.pop(0)
+            tasks = self._waiting.pop(client)
             waiter = tasks.popleft()
             if tasks:
                 self._waiting[client] = tasks  # behind the other clients
+                turns.append(client)
             if not waiter.done():  # done: its client has left
                 waiter.set_result(None)
                 self._left -= 1
+                self._continued.add(client)
 
 
 class AdmissionFastPath:

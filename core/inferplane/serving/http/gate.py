@@ -39,7 +39,7 @@ MAX_REFUSED_BODY_BYTES = 64 * 1024
 TRIMMED_BYTES, TRIMMED_AT_REST_BYTES = 32 * 2**20, 2**20
 """Memory is given back to the system once that much was freed, and less is held; and when nothing is held."""
 SWEEP_S = 1.0
-BEGUN_PER_PASS, PROBES_PER_PASS, ROUTED_PER_PASS = 64, 2, 1
+BEGUN_PER_PASS, PROBES_PER_PASS, ROUTED_PER_PASS = 16, 2, 1
 """Most requests that begin, probes of health that begin, and requests that enter a route which does not generate, in
 one pass of the event loop. Beginning takes up to a millisecond, refusals included, and such a route up to 20: a hundred
 connections would otherwise hold up the loop for 0.2 s, pass after pass. Probes do not wait behind other requests, and

@@ -46,7 +46,7 @@ from inferplane.serving.shared_state.counters import ACCEPTED, ENDED, REJECTED, 
 from inferplane.serving.shared_state.key_usage import KeyUsage, Shares
 from inferplane.serving.shared_state.shared_counters import SharedCounters
 from inferplane.serving.shared_state.slots import SequenceSlots
-from inferplane.serving.threads import run_in_daemon_thread
+from inferplane.serving.threads import collect_garbage_often, run_in_daemon_thread
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from inferplane.engine import AsyncLLM
 
 KEEP_ALIVE_S = 30
-ACCEPTS_PER_PASS, BACKLOG, QUEUED_PER_CONNECTION = 128, 2048, 4
+ACCEPTS_PER_PASS, BACKLOG, QUEUED_PER_CONNECTION = 32, 2048, 4
 """Most connections that are accepted in one turn of the event loop, and most that the system queues, in all and for
 each that may be open. If there are no descriptors left, asyncio tries each accept of the turn nevertheless, and then
 waits for a second: with few descriptors a long queue of clients that have left by then would keep others waiting.
@@ -243,6 +243,7 @@ class ServerProcess:
     async def _load(self) -> None:
         await self._service.load(self._setup.open_engine)
         freeze_gc()  # tokenizer and routes, too
+        collect_garbage_often()
         if self._setup.workers is not None and self._service.engine is not None:
             self._setup.workers.start(self._service.engine.address)
         model = self._service.model
