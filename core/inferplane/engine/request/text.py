@@ -31,8 +31,11 @@ _FILES = (
     "chat_template.jinja",
 )
 """Names that transformers opens. They must be regular files, since reading a pipe would never end."""
-PIECE_CHARACTERS = 2**16
-"""Characters of a text that are encoded at a time to find out whether it is too long."""
+PIECE_CHARACTERS = 2**14
+"""Fewest characters of a text that are encoded at a time to find out whether it is too long. A step takes a few
+milliseconds, and most texts that are much too long are so after one."""
+TOKENS_PER_PIECE = 32
+"""A piece has at least as many characters as so many of the longest token: it counts for less, by one of these."""
 CHARACTERS_PER_TOKEN = 4
 """A text of at most this many characters per token of the limit is encoded at once: the limit allows that cost."""
 CONTEXT_TOKENS = 6
@@ -110,10 +113,10 @@ class Tokenizer:
         A cut may split a token, and move the borders of those beside it: each piece counts for less, by as many tokens
         as the longest token has characters.
         """
-        at, count = 0, 0
+        at, count, size = 0, 0, max(PIECE_CHARACTERS, TOKENS_PER_PIECE * self._longest_token)
         while at < len(text) and count <= max_tokens:
-            end = at + PIECE_CHARACTERS
-            space = text.rfind(" ", at + PIECE_CHARACTERS // 2, end)
+            end = at + size
+            space = text.rfind(" ", at + size // 2, end)
             end = space if space > 0 and end < len(text) else end  # words stay whole where there are any
             piece = self._inner.encode(text[at:end], add_special_tokens=False)
             count += max(0, len(piece) - self._longest_token)

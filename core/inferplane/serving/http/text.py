@@ -25,6 +25,7 @@ from inferplane.serving.http.responses import report_ignored_fields
 from inferplane.serving.http.scope import Scope, held_by
 from inferplane.serving.http.tokens import read_detokenize, read_tokenize
 from inferplane.serving.model import DEFAULT_NAME
+from inferplane.serving.rendering import encode_json
 from inferplane.serving.service import Service
 from inferplane.serving.wire import JsonObject
 
@@ -149,7 +150,8 @@ async def _tokenize(service: Service, scope: Scope, body: bytes) -> Response:
     out: dict[str, Any] = {"count": len(ids), "max_model_len": model.info.max_model_len, "tokens": ids}
     if request.return_token_strs:
         out["token_strs"] = await service.read(len(body), lambda: [model.token_name(i) for i in ids])
-    return JSONResponse(out, headers=report_ignored_fields(service.count_ignored(request, ignored)))
+    headers = report_ignored_fields(service.count_ignored(request, ignored))
+    return Response(encode_json(out), headers=headers, media_type="application/json")
 
 
 async def _detokenize(service: Service, scope: Scope, body: bytes) -> Response:

@@ -42,6 +42,7 @@ class TokenText:
         vocabulary = tokenizer.get_vocab()
         self._byte_level = "\u0120" in "".join(t[:1] for t in vocabulary)  # how byte-level ones spell a space
         self._known: dict[int, bytes] = {}
+        self._names: dict[int, str] = {}
 
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes that a token adds to a text; for a special token, those of its name."""
@@ -52,11 +53,15 @@ class TokenText:
 
     def name_of(self, token: int) -> str:
         """Return a token's text; if it is not whole characters, its bytes as `bytes:\\xe2\\x82`."""
-        raw = self.bytes_of(token)
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
+        found = self._names.get(token)
+        if found is None:
+            raw = self.bytes_of(token)
+            try:
+                found = raw.decode()
+            except UnicodeDecodeError:
+                found = "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
+            self._names[token] = found
+        return found
 
     def count_characters(self, token: int, decoder: IncrementalDecoder, prompt: str | None, at: int) -> int:
         """Return how many characters a token adds to a text.
