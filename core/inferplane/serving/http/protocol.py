@@ -1,7 +1,7 @@
 """uvicorn's HTTP/1.1 connection, with a time limit for headers, a limit of connections, and ways to close it.
 
 Of uvicorn's two parsers this is the one on h11, which bounds the size of headers; `framing.py` makes it refuse what
-HTTP leaves ambiguous. A connection reads a few KiB in a turn of the event loop, so that none delays the others, and
+HTTP leaves ambiguous. A connection reads 64 KiB in a turn of the event loop, so that none delays the others, and
 drops what follows a refusal without parsing it.
 """
 
@@ -27,7 +27,7 @@ from inferplane.serving.http.framing import EVENTS_PER_PASS, StrictConnection
 from inferplane.serving.rendering import encode_json
 
 MAX_HEADER_BYTES = 32 * 1024
-BYTES_PER_PASS = 16 * 1024
+BYTES_PER_PASS = 64 * 1024
 """Most bytes that a connection hands to its parser in one turn of the event loop."""
 MAX_DROPPED_BYTES, DROP_S = 64 * 2**20, 2.0
 """Most bytes after a refusal that are received and dropped, and most seconds that takes. The system resets a connection
