@@ -203,6 +203,7 @@ MAY_FILL: dict[str, str] = {
     "types/kv.py: KV_KINDS": "the registry of kinds of cache",
     "dialogue/render.py: sys": "the search path of a process of its own",
     "sampling/grammar_check.py: sys": "the search path of a process of its own",
+    "http/check_process.py: sys": "the search path of a process of its own",
     "process/child.py: _started": "the child processes of this one, to kill at its end; they carry no results",
 }
 """`end of path: table` -> why functions may fill it."""

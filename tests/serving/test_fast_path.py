@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from inferplane.serving import service
 from inferplane.serving.bodies import BodyMemory
 from inferplane.serving.http import generate
 from inferplane.serving.http.app import full_app, health_app, metrics_app
 from inferplane.serving.http.chunks import ChunkWriter
 from inferplane.serving.http.fast_path import MAX_SKIPPED_PASSES, LoopPassLimiter
 from inferplane.serving.http.scope import CONTEXT, RequestContext
+from inferplane.serving.large_bodies import threads
 from inferplane.serving.service import Service
 from inferplane.serving.settings import ServerSettings
 
@@ -177,7 +177,7 @@ def test_the_direct_handlers_answer_as_fastapi_does(path: str, monkeypatch: pyte
         def fall(body: bytes) -> None:
             raise ZeroDivisionError
 
-        monkeypatch.setattr(service, "parse", fall)
+        monkeypatch.setattr(threads, "parse", fall)
         found = await post(short, path, b"{}")
         assert found == await post(long, path, b"{}")
         assert found[0][0]["status"] == 500 and found[2]

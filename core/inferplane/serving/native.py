@@ -327,10 +327,10 @@ class NativeRendering(Rendering):
 
 def error_body_for(error: ApiError, data: Mapping[str, Any]) -> dict[str, Any]:
     """Return an error in this dialect, as the answer to a request's JSON."""
-    return _error_body(error, repeated_fields(data).get("req_id"))
+    return _error_body(error, list_repeated(data).get("req_id"))
 
 
-def repeated_fields(data: Mapping[str, Any]) -> dict[str, str]:
+def list_repeated(data: Mapping[str, Any]) -> dict[str, str]:
     """Return what of a request's JSON an error repeats."""
     request_id = data.get("req_id")
     return {"req_id": request_id} if isinstance(request_id, str) else {}

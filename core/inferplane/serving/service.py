@@ -24,10 +24,10 @@ from inferplane.serving.admission import (
     build_sampling_params,
     check_num_sequences,
 )
-from inferplane.serving.bodies import LARGE_BYTES, BodyMemory, HeldMemory
+from inferplane.serving.bodies import BodyMemory, HeldMemory
 from inferplane.serving.errors import ApiError, invalid
 from inferplane.serving.generation import Generation
-from inferplane.serving.large_bodies.reader import LargeBodyReader
+from inferplane.serving.large_bodies.threads import BodyThreads
 from inferplane.serving.model import ServedModel
 from inferplane.serving.settings import ServerSettings
 from inferplane.serving.shared_state.counters import (
@@ -41,7 +41,7 @@ from inferplane.serving.shared_state.counters import (
 from inferplane.serving.shared_state.loop_lag import NOT_READY_S, LoopLag
 from inferplane.serving.shared_state.slots import SequenceSlots, SlotReservation
 from inferplane.serving.threads import run_in_daemon_thread
-from inferplane.serving.wire import RequestBody, parse, unknown_fields
+from inferplane.serving.wire import RequestBody, unknown_fields
 
 if TYPE_CHECKING:
     from inferplane.engine import AsyncLLM
@@ -114,9 +114,7 @@ class Service:
         self._generations: set[Generation] = set()
         self._watcher: asyncio.Task[None] | None = None
         self._encoders = ThreadPoolExecutor(2, thread_name_prefix="inferplane-encode")
-        self._readers = ThreadPoolExecutor(1, thread_name_prefix="inferplane-read")
-        self._checkers = ThreadPoolExecutor(1, thread_name_prefix="inferplane-check")
-        self._large_bodies = LargeBodyReader(settings.max_body_bytes)
+        self._bodies = BodyThreads(settings.max_body_bytes)
 
     # -- life
 
@@ -163,9 +161,8 @@ class Service:
             await asyncio.sleep(0.02)
         if self.model is not None:
             await self.model.close()
-        for threads in (self._encoders, self._readers, self._checkers):
-            threads.shutdown(wait=False, cancel_futures=True)
-        await asyncio.to_thread(self._large_bodies.close)
+        self._encoders.shutdown(wait=False, cancel_futures=True)
+        await self._bodies.close()
         self.state = "ended"
 
     @property
@@ -316,8 +313,8 @@ class Service:
         return PromptLimits.of(self.settings, self.ready_model.info)
 
     async def read_json(self, path: str, body: bytes, held: HeldMemory) -> dict[str, Any]:
-        """Return a body as a JSON object. A large one is parsed and checked in a process of its own first, so that no
-        invalid one takes this process's time; what it raises is what reading its fields here would raise.
+        """Return a body as a JSON object. Another process parses and checks a large one first, and this then raises
+        what reading its fields would raise.
 
         Args:
             path: a route of `body_checks.READ`.
@@ -325,28 +322,15 @@ class Service:
             held: gets what the values of a large body take; the gate has charged a small one.
 
         Raises:
-            ApiError: it is invalid; 503, there is no memory for it, or the other process failed.
-            InvalidBody: it is invalid, and the answer's form depends on it.
+            ApiError: it is invalid, or InvalidBody; 503, there is no memory for it, or the other process failed.
         """
-        if len(body) <= LARGE_BYTES:
-            return parse(body)
-        loop, limits = asyncio.get_running_loop(), self.prompt_limits
-        checked = await loop.run_in_executor(self._checkers, self._large_bodies.check, path, body, limits)
-        held.add(checked.value_bytes)
-        return await self.read(len(body), parse, checked.body)
+        return await self._bodies.read_json(path, body, held, lambda: self.prompt_limits)
 
     async def read(self, num_bytes: int, function: Callable[..., Result], *args: Any) -> Result:
-        """Return what a function makes of a body's bytes or values. For large bodies it runs in a thread, one at a
-        time: C code keeps Python's lock, so that two would stop the loop for twice as long.
-
-        Args:
-            num_bytes: the body's length.
-            function: reads it.
-            args: its arguments.
+        """Return what a function makes of a body of so many bytes, or of its values. For large bodies it runs in a
+        thread, one at a time: C code keeps Python's lock, so that two would stop the loop for twice as long.
         """
-        if num_bytes <= LARGE_BYTES:
-            return function(*args)
-        return await asyncio.get_running_loop().run_in_executor(self._readers, function, *args)
+        return await self._bodies.read(num_bytes, function, *args)
 
     def count_ignored(self, request: RequestBody, more: Sequence[str] = ()) -> list[str]:
         """Count and return what of a request has no effect: its unknown fields, and `more`.

@@ -69,7 +69,7 @@ def _either_dialect(openai: Read) -> Read:
         try:
             return read_native(data, limits)
         except ApiError as error:
-            raise InvalidBody(error, native.repeated_fields(data)) from error
+            raise InvalidBody(error, native.list_repeated(data)) from error
 
     return read
 

@@ -79,18 +79,15 @@ class LoopPassLimiter:
         if not self._waiting:
             return
         self._schedule()
-        turns = [client for client in self._waiting if not self._must_skip(client)]
-        if len(turns) < len(self._waiting):
-            self._skipped += 1
-        elif turns:
-            self._skipped = 0
-        while turns and self._left:
-            client = turns.pop(0)
+        clients = deque(client for client in self._waiting if not self._must_skip(client))
+        self._skipped = self._skipped + 1 if len(clients) < len(self._waiting) else 0
+        while clients and self._left:
+            client = clients.popleft()
             tasks = self._waiting.pop(client)
             waiter = tasks.popleft()
             if tasks:
                 self._waiting[client] = tasks  # behind the other clients
-                turns.append(client)
+                clients.append(client)
             if not waiter.done():  # done: its client has left
                 waiter.set_result(None)
                 self._left -= 1

@@ -28,7 +28,7 @@ from inferplane.serving.http.body_checks import (
 from inferplane.serving.http.completions import CompletionRendering
 from inferplane.serving.http.embeddings import EmbeddingRendering
 from inferplane.serving.http.responses import GenerateResponse, Handler, error_response
-from inferplane.serving.http.scope import Scope, context_of, held_by
+from inferplane.serving.http.scope import Scope, context_of, find_held
 from inferplane.serving.large_bodies.reader import InvalidBody
 from inferplane.serving.rendering import Rendering
 from inferplane.serving.service import Service
@@ -99,7 +99,7 @@ def _either_dialect(service: Service, openai: Dialect) -> Handler:
 async def _read_json(service: Service, scope: Scope, body: bytes) -> tuple[Deadline, dict[str, Any]]:
     """Return the request's time limit, which begins now and holds for the reading too, and the body's fields."""
     deadline = context_of(scope).deadline = Deadline(service.settings.request_timeout_s)
-    data = await deadline.enforce(service.read_json(scope["path"], body, held_by(scope)))
+    data = await deadline.enforce(service.read_json(scope["path"], body, find_held(scope)))
     deadline.shorten(data.get("timeout"))
     return deadline, data
 

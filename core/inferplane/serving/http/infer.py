@@ -23,7 +23,7 @@ from inferplane.serving.admission import Deadline
 from inferplane.serving.errors import ApiError, invalid
 from inferplane.serving.generation import Generation
 from inferplane.serving.http.responses import GenerateResponse
-from inferplane.serving.http.scope import Scope, context_of, held_by
+from inferplane.serving.http.scope import Scope, context_of, find_held
 from inferplane.serving.kserve import names, requests, tensors
 from inferplane.serving.kserve.tensors import BYTES, DTYPES, GivenTensor
 from inferplane.serving.rendering import GeneratedChoice, Rendering, encode_json
@@ -211,7 +211,7 @@ async def _infer(service: Service, scope: Scope, body: bytes, model: str, versio
         raise invalid(f"There is no output {unknown!r}. There is: {', '.join(names.OUTPUTS)}.", "outputs")
     longest = requests.longest_inputs(service)
     given = await deadline.enforce(service.read(len(body), _read_inputs, request.inputs, tail, longest))
-    parsing = requests.parse_infer_request(given, parameters, request.id or "", service, held_by(scope))
+    parsing = requests.parse_infer_request(given, parameters, request.id or "", service, find_held(scope))
     infer = await deadline.enforce(parsing)
     if infer.demands_stream:  # as Triton refuses models that answer in pieces at this path
         raise invalid(

@@ -53,7 +53,7 @@ def context_of(scope: Scope) -> RequestContext:
     return context
 
 
-def held_by(scope: Scope) -> HeldMemory:
+def find_held(scope: Scope) -> HeldMemory:
     """Return the memory that a request takes."""
     held = context_of(scope).held
     assert held is not None

@@ -22,7 +22,7 @@ from inferplane.serving.chat_template.fields import list_unread_keys
 from inferplane.serving.errors import invalid
 from inferplane.serving.http.body_checks import DETOKENIZE, TOKENIZE
 from inferplane.serving.http.responses import report_ignored_fields
-from inferplane.serving.http.scope import Scope, held_by
+from inferplane.serving.http.scope import Scope, find_held
 from inferplane.serving.http.tokens import read_detokenize, read_tokenize
 from inferplane.serving.model import DEFAULT_NAME
 from inferplane.serving.rendering import encode_json
@@ -130,7 +130,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
 
 
 async def _tokenize(service: Service, scope: Scope, body: bytes) -> Response:
-    data = await service.read_json(TOKENIZE, body, held_by(scope))
+    data = await service.read_json(TOKENIZE, body, find_held(scope))
     request = await service.read(len(body), read_tokenize, data, service.prompt_limits)
     model = service.ready_model
     model.resolve_name(request.model)
@@ -155,7 +155,7 @@ async def _tokenize(service: Service, scope: Scope, body: bytes) -> Response:
 
 
 async def _detokenize(service: Service, scope: Scope, body: bytes) -> Response:
-    data = await service.read_json(DETOKENIZE, body, held_by(scope))
+    data = await service.read_json(DETOKENIZE, body, find_held(scope))
     model = service.ready_model
     request = await service.read(len(body), read_detokenize, data, service.prompt_limits)
     model.resolve_name(request.model)

@@ -99,9 +99,9 @@ class LargeBodyReader:
                 if answer.get("size") is not None:
                     body = _read(self._file, answer["size"])
             except TimeoutError:
-                raise _failed(f"takes longer than {seconds:g} s") from None
+                raise _make_failure(f"takes longer than {seconds:g} s") from None
             except EOFError:
-                raise _failed("is not done: the process that does it ended") from None
+                raise _make_failure("is not done: the process that does it ended") from None
             finally:
                 if self._file is not None:
                     os.ftruncate(self._file, 0)
@@ -133,7 +133,7 @@ class LargeBodyReader:
         if self._is_closed:
             raise EOFError
         if self._file is None:
-            self._file = _shared_file()
+            self._file = _make_shared_file()
         if self.process is None:
             setup = {"path": sys.path, "file": self._file}
             self._process = ConfinedProcess(SCRIPT, setup, START_S, self._memory_bytes, (self._file,))
@@ -143,7 +143,7 @@ class LargeBodyReader:
         return self._process
 
 
-def _shared_file() -> int:
+def _make_shared_file() -> int:
     """Return a file without a name, in memory where the system has such files."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("inferplane-body")
@@ -166,5 +166,5 @@ def _read(file: int, size: int) -> bytes:
     return b"".join(pieces)
 
 
-def _failed(why: str) -> ApiError:
+def _make_failure(why: str) -> ApiError:
     return ApiError(503, f"Reading this large body {why}.", code="reader_failed", retry_after_s=1)
