@@ -17,7 +17,7 @@ OUTCOMES = ("finished", "timeout", "disconnect", "refused", "aborted", "failed",
 REASONS = (
     *("aborted", "body_timeout", "body_too_large", "busy", "constraint_too_complex", "context_length_exceeded"),
     *("duplicate", "engine_ended", "failed", "generation_failed", "headers_too_large", "http_error"),
-    *("internal_error", "invalid_api_key"),
+    *("internal_error", "invalid_api_key", "reader_failed"),
     *("invalid_json", "invalid_value", "key_queue_full", "key_tokens_used_up", "loading", "malformed_http"),
     *("missing_required_parameter", "model_not_found", "no_chat_template", "queue_full", "shutting_down"),
     *("template_failed", "timeout", "tiny_chunks", "too_many", "too_many_connections", "too_slow", "unknown_host"),
