@@ -137,8 +137,8 @@ def paged_layout(
     kv_dtype: str = "auto",
     *,
     power_of_two: bool = False,
-    in_spans: bool = False,
     zeros: Zeros = make_zeros,
+    in_spans: bool = False,
 ) -> KVLayout:
     """Describe core's layout with `block_tokens` tokens per block.
 
@@ -150,9 +150,9 @@ def paged_layout(
         kv_dtype: "auto" (the plan's dtype), "fp8", "int8", "int4", or "k8v4" (keys in int8, values in int4).
         power_of_two: whether to round scales up to powers of two: cheap and exact to apply, at up to twice the rounding
             error.
+        zeros: allocates the tensors, `(shape, dtype, device)`; for devices with memory that suits a cache better.
         in_spans: whether entries of 4 bits lie as kernels read them that multiply bytes four by four
             (`Int4SpanKV`): "int4" and "k8v4", for keys and values of whole groups of 32 entries.
-        zeros: allocates the tensors, `(shape, dtype, device)`; for devices with memory that suits a cache better.
 
     Raises:
         UsageError: the KV dtype is unknown or has no spans, or `block_tokens` is less than 1.
