@@ -223,7 +223,7 @@ inline bool load_pair(const Int4Span &s, int64_t g, int64_t p, const SeenKeys &s
 // sum of what is to be added to values less 8 of group k. to [chunks, MT, 64 bytes]: of four keys the lower, then the
 // upper bytes of the one group's weights; then the other's.
 template <int MT, bool FIRST>
-inline void weigh(const Int4Span &s, int64_t g, const SeenKeys &seen, const GroupPair &pair, float *scores, const float *top, float *sums,
+inline void round_weights(const Int4Span &s, int64_t g, const SeenKeys &seen, const GroupPair &pair, float *scores, const float *top, float *sums,
                   float (*offsets)[2], uint8_t *to) {
   const __m512i halves = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
   __m512 all[MT] = {}, more[MT][2] = {};
@@ -263,7 +263,7 @@ inline void weigh(const Int4Span &s, int64_t g, const SeenKeys &seen, const Grou
   }
 }
 
-// out[i][0 .. 32] = line `line` of values of head u.g + g times 16-bit weights, which `weigh` wrote to `weights`: integer
+// out[i][0 .. 32] = line `line` of values of head u.g + g times 16-bit weights, which `round_weights` wrote to `weights`: integer
 // sums times units[k], plus offsets[i][k], where the two halves of the line have groups k = of[0] and of[1] of the pair.
 template <int MT, bool TWO>
 inline void add_line(const Int4Span &s, int64_t g, int64_t line, const SeenKeys &seen, const uint8_t *weights,
@@ -319,9 +319,9 @@ inline void attend_rows(const Int4Span &s, int64_t g, int64_t low, int64_t high,
     top[i] = largest_score(seen, scores + i * kSpan), part[i][0] = top[i] * 0.693147181f, out[i] = part[i] + 2;
   for (int64_t p = 0; p < pairs && finite; p++) {
     if (p == 0)
-      weigh<MT, true>(s, g, seen, groups[p], scores, top, sums, offsets, weights);
+      round_weights<MT, true>(s, g, seen, groups[p], scores, top, sums, offsets, weights);
     else
-      weigh<MT, false>(s, g, seen, groups[p], scores, top, sums, offsets, weights);
+      round_weights<MT, false>(s, g, seen, groups[p], scores, top, sums, offsets, weights);
     static constexpr int kOne[2] = {0, 0}, kOther[2] = {1, 1}, kBoth[2] = {0, 1};
     if (s.value_group == 16) {
       add_line<MT, true>(s, g, p, seen, weights, kBoth, groups[p].unit, offsets, out);
