@@ -218,13 +218,13 @@ inline bool load_pair(const Int4Span &s, int64_t g, int64_t p, const SeenKeys &s
   return !_mm512_cmp_ps_mask(check, check, _CMP_UNORD_Q);
 }
 
-// From MT rows of scores, kSpan apart, to the 16-bit weights of a pair of groups: weight times scale times inverse. FIRST:
-// scores become weights, in place, whose sums are sums[i]; else they are weights already. offsets[i][k] = the weighted
+// From MT rows of scores, kSpan apart, to the 16-bit weights of a pair of groups: weight times scale times inverse.
+// FIRST: scores become weights, in place, whose sums are sums[i]; else they are weights already. offsets[i][k] = the weighted
 // sum of what is to be added to values less 8 of group k. to [chunks, MT, 64 bytes]: of four keys the lower, then the
 // upper bytes of the one group's weights; then the other's.
 template <int MT, bool FIRST>
-inline void round_weights(const Int4Span &s, int64_t g, const SeenKeys &seen, const GroupPair &pair, float *scores, const float *top, float *sums,
-                  float (*offsets)[2], uint8_t *to) {
+inline void round_weights(const Int4Span &s, int64_t g, const SeenKeys &seen, const GroupPair &pair, float *scores,
+                          const float *top, float *sums, float (*offsets)[2], uint8_t *to) {
   const __m512i halves = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
   __m512 all[MT] = {}, more[MT][2] = {};
   for (int64_t c = seen.first; c < seen.last; c++) {
@@ -263,7 +263,7 @@ inline void round_weights(const Int4Span &s, int64_t g, const SeenKeys &seen, co
   }
 }
 
-// out[i][0 .. 32] = line `line` of values of head u.g + g times 16-bit weights, which `round_weights` wrote to `weights`: integer
+// out[i][0 .. 32] = line `line` of values of head u.g + g times 16-bit weights, which `round_weights` wrote: integer
 // sums times units[k], plus offsets[i][k], where the two halves of the line have groups k = of[0] and of[1] of the pair.
 template <int MT, bool TWO>
 inline void add_line(const Int4Span &s, int64_t g, int64_t line, const SeenKeys &seen, const uint8_t *weights,

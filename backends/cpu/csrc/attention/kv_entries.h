@@ -111,8 +111,8 @@ inline void write_int4(const KvEntries &k, int64_t slot, int64_t head, const bf1
 }
 
 // Writes x[0 .. n] to entries first .. first + n of a slot. If there are scales, they are whole groups, and each group's
-// scale is written too: its largest magnitude becomes 127, or 448 in FP8, and a group of zeros has scale 1. Of 4 bits, they
-// are a head's, and a span's first key is written before the others.
+// scale is written too: its largest magnitude becomes 127, or 448 in FP8, and a group of zeros has scale 1. Of 4 bits,
+// they are a head's, and a span's first key is written before the others.
 inline void write_entries(const KvEntries &k, int64_t slot, int64_t first, const bf16 *x, int64_t n) {
   if (k.in_spans()) return write_int4(k, slot, first / n, x, n);
   if (!k.has_scales()) {
