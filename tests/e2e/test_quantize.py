@@ -228,7 +228,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
 
     whole = module.QuantizedCopy.tensors
     monkeypatch.setattr(module.QuantizedCopy, "tensors", tensors)
-    with pytest.raises(CapacityError, match=r"The disk of .* is full: .*copy takes up to 1\d\.\d MiB, and .* are free"):
+    with pytest.raises(CapacityError, match=r"The disk of .* is full: .*takes up to 1\d\.\d MiB more, and .* are free"):
         quantize_checkpoint(origin_of("demo"), "weight_only_int4", tmp_path / "copy", "test")
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))

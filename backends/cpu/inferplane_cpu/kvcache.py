@@ -19,7 +19,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 IN_SPANS = ("int4", "k8v4")
-"""KV dtypes of 4 bits, whose entries native attention reads as they lie."""
+"""KV dtypes of 4 bits, whose entries native attention multiplies as they lie, if the processor has VNNI."""
 GROUPED = KVRequest("gqa", 1, 64, 64)
 
 

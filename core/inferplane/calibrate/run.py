@@ -32,6 +32,7 @@ from inferplane.types import PLAIN, QTensor
 
 Progress = Callable[[int, int], None]
 EXACTLY = "without changing float32 results"
+ROUNDED = "which changes results by no more than biases in the checkpoint's dtype are rounded"
 ROTATED = (
     "The residual stream and the values of attention are rotated, without changing float32 results by more than "
     "1e-5; so the embedding and the head are two tensors."
@@ -93,13 +94,15 @@ class CalibratedTensors:
             f"; prediction layers (MTP): {', '.join(losses[own:])}" if predicting else ""
         )
         folded, shifted = sum(report.folded for report in reports), sum(report.shifted for report in reports)
+        unshifted = sum(report.unshifted for report in reports)
         self.paragraphs: Sequence[str] = [
             f"SHA-256 of the windows' token ids: `{hash_windows(windows)}`. Texts: {', '.join(settings.data) or '-'}.",
             f"What quantizing each layer added, as squares of the error over squares of its result: {listed}.",
             *([ROTATED] if settings.recipe.rotation is not None else []),
             *([ROTATED_INNER] if rotates_inner else []),
             *_describe_cache(partial),
-            *([f"Channels were shifted behind {shifted} norms, {EXACTLY}."] if shifted else []),
+            *([f"Channels were shifted behind {shifted} norms, {ROUNDED}."] if shifted else []),
+            *([f"{unshifted} norms were not shifted: float32 results would change."] if unshifted else []),
             *([f"Channels were rescaled in {folded} places, {EXACTLY}."] if folded else []),
         ]
 
@@ -157,6 +160,11 @@ def calibrate(
         copy.kv_dtype,
     )
     if settings.recipe.shift is not None:
+        if not copy.quants:
+            raise UsageError(
+                "Shifting channels makes activations easier to quantize, and this scheme quantizes weights alone.",
+                remedy="leave the method out, or take a scheme that quantizes activations, such as a8w8",
+            )
         check_shifts(copy.origin.name, model.layers)
     check_space(folder, _list_space(copy, settings, folder))
     with _writing(copy, settings, folder):

@@ -175,7 +175,8 @@ def test_what_is_needed_is_said_before_anything_is_calibrated(model, tmp_path, m
     monkeypatch.setattr(run_module, "check_space", check_space)
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": total - 1}))
     with pytest.raises(
-        CapacityError, match=r"other\.calibration takes up to .* and the copy takes up to .* the disk has"
+        CapacityError,
+        match=r"other\.calibration takes up to .* more and the copy takes up to .* more, and the disk has",
     ):
         write(model, tmp_path / "other")
     assert not list(tmp_path.glob("other*"))

@@ -98,8 +98,8 @@ def test_outliers_to_one_side_cost_less(family, tmp_path):
     want = logits_of(reference, ids)
     for names in ("nearest", "shift,nearest", "smoothquant,gptq", "shift,smoothquant,gptq"):
         card = write(tmp_path / "model", tmp_path / names, *names.split(","))
-        count = reference.config.num_hidden_layers  # schemes leave StarCoder's `c_fc` plain, so its norm stays as it is
-        said = f"Channels were shifted behind {count} norms, without changing float32 results."
+        count = reference.config.num_hidden_layers * (2 if family == "starcoder2" else 1)
+        said = f"Channels were shifted behind {count} norms, which changes results by no more than biases in the"
         assert (said in card) == ("shift" in names) and f"calibrated ({', '.join(names.split(','))})" in card
         with LLM(tmp_path / names, **OPTIONS) as llm:
             errors[names] = ((llm.logits([ids])[0] - want).square().mean() / want.square().mean()).item()
@@ -114,6 +114,7 @@ def test_biases_are_those_that_are_stored(tmp_path):
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "copy"))
     changed = {n for n, t in before.items() if n.endswith(".bias") and not torch.equal(t, after[n])}
     ends = ("input_layernorm.bias", *(f"self_attn.{part}_proj.bias" for part in "qkv"))
+    ends += ("post_attention_layernorm.bias", "mlp.c_fc.bias")
     assert changed == {f"model.layers.{i}.{end}" for i in range(3) for end in ends}
     assert all(after[name].dtype is torch.bfloat16 for name in changed)
 
@@ -144,7 +145,8 @@ def test_a_shift_that_changes_a_result_is_undone(tmp_path, monkeypatch):
     # No product gives the shift back: it is chosen all the same, where any weight is quantized.
     monkeypatch.setattr(calibrator_module, "any", lambda found: True, raising=False)
     card = write(tmp_path / "model", tmp_path / "copy", "shift", "nearest")
-    assert tensors_of(tmp_path / "copy") == tensors_of(tmp_path / "plain") and "shifted" not in card
+    assert tensors_of(tmp_path / "copy") == tensors_of(tmp_path / "plain") and "Channels were shifted" not in card
+    assert "6 norms were not shifted: float32 results would change." in card
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -167,5 +169,8 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     words = ["quantize", "demo", "--quantization", "a8w8", "--data", str(tmp_path / "text.txt"), "--out"]
     assert main.main([*words, str(tmp_path / "copy"), "--method", "shift,gptq"]) != 0
     assert "demo cannot be shifted: " in capsys.readouterr().err
+    words[3] = "weight_only_int4"
+    assert main.main([*words, str(tmp_path / "copy"), "--method", "shift,gptq"]) != 0
+    assert "this scheme quantizes weights alone" in capsys.readouterr().err
     with pytest.raises(UsageError, match="shift and shift both shift channels"):
         make_recipe(["shift", "shift"], load_methods(host().calibration()))

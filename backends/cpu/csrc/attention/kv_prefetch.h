@@ -16,7 +16,7 @@ class KvPrefetch {
              int64_t n)
       : table_(table + first / block), keys_left_(max64(0, last - first)), block_left_(block - first % block),
         block_(block) {
-    if (k.in_spans()) keys_left_ = 0;  // int4_attention.h prefetches them itself
+    if (k.in_spans()) keys_left_ = 0;  // with VNNI int4_attention.h prefetches them; elsewhere nothing does
     data_ = (const char *)k.data + k.bytes_of(from), row_ = k.bytes_of(k.stride), bytes_ = k.bytes_of(n);
     if (keys_left_) at_ = data_ + (*table_ * block + first % block) * row_;
   }

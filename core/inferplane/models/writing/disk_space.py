@@ -50,4 +50,4 @@ def _count_free(folder: Path) -> int:
 
 
 def _describe(takes: Mapping[str, int]) -> str:
-    return " and ".join(f"{what} takes up to {format_bytes(nbytes)}" for what, nbytes in takes.items())
+    return " and ".join(f"{what} takes up to {format_bytes(nbytes)} more" for what, nbytes in takes.items())
