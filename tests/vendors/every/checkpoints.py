@@ -28,7 +28,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any], kv_dtype: str = "", s
             tensors[part] = (1 + noise / 10 if len(shape) == 1 else noise / 8).bfloat16()
     settings = {}
     if kv_dtype:
-        for i, layer in enumerate(list_layers(read, QuantFormats(), None)):
+        for i, layer in enumerate(list_layers(read, QuantFormats(), set(tensors), None)):
             for name, scale in zip(names_of(layer), scales):
                 tensors[name] = torch.tensor([scale * (i + 1)])
         settings["quantization_config"] = {**describe_alone(), "kv_cache_scheme": describe_scheme(kv_dtype)}
