@@ -78,15 +78,6 @@ class Caches:
         slots = torch.where(~used)[0].to(self.device)
         kv.write(slots, *(t * torch.nan for t in self._draw.kv_entries(kv.request, len(slots))))
 
-    def round_trip(self, request: KVRequest, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Canonical entries as a cache of this layout returns them after a write, float32 on the host."""
-        n, layout = values[0].shape[0], self.layouts[request]
-        kv = layout.build(request, layout.blocks_for(n), self.dtype, torch.device(self.device))
-        kv.write(torch.arange(n).to(self.device), *(v.to(self.dtype).to(self.device) for v in values))
-        table = torch.arange(layout.blocks_for(n), dtype=torch.int32).to(self.device)
-        held: tuple[torch.Tensor, ...] = to_host(tuple(kv.read(table, n)), widen=True)
-        return held
-
     def read_all(self, kv: LayerKV) -> tuple[torch.Tensor, ...]:
         """All entries by slot, `[blocks * block_tokens, ...]` float32 on the host."""
         _, blocks = self._built[id(kv)]
@@ -217,26 +208,6 @@ class Untouched:
 def same_entries(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Where two tensors of the same shape have equal entries, NaN being equal to NaN; bool of that shape."""
     return (one == other) | ((one != one) & (other != other))
-
-
-def stray_write(
-    before: tuple[torch.Tensor, ...], after: tuple[torch.Tensor, ...], named: set[int], block_tokens: int
-) -> str:
-    """In words, a slot that changed although the step does not name it; empty if there is none.
-
-    Args:
-        before: all entries of a cache by slot. after: the same after the call.
-        named: slots that may change.
-        block_tokens: tokens per block.
-    """
-    for old, new in zip(before, after, strict=True):
-        same = same_entries(old, new).flatten(1).all(1)
-        slots = sorted(set(torch.where(~same)[0].tolist()) - named)
-        if slots:
-            block, offset = divmod(slots[0], block_tokens)
-            more = f" and {len(slots) - 1} more" if len(slots) > 1 else ""
-            return f"it wrote slot {slots[0]} (block {block}, offset {offset}){more}, which the step does not name"
-    return ""
 
 
 def real_rows(got: Any, expected: Any, args: tuple[Any, ...], batch: Batch) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +21,9 @@ from inferplane.binding.case import (
     reuse_memory,
     scale_error,
     shape_error,
-    stray_write,
     views_in,
 )
+from inferplane.binding.case_caches import WatchedCaches, host_arguments
 from inferplane.binding.case_states import WatchedStates, poison_states
 from inferplane.binding.choice import Choice, Options
 from inferplane.binding.link import link
@@ -32,19 +31,15 @@ from inferplane.binding.plan import Plan, PlanSettings
 from inferplane.binding.resolver import Resolver
 from inferplane.errors import BindError, UsageError, in_words
 from inferplane.ops import Draw, Op, Sample
-from inferplane.ops.oracle import OracleKV, oracle_arguments, to_host
+from inferplane.ops.oracle import oracle_arguments, to_host
 from inferplane.types import (
     HOST,
     Context,
     Features,
-    HybridCache,
     Kernel,
-    KVCache,
     KVLayout,
     KVRequest,
-    LayerKV,
     QTensor,
-    StateCache,
     StepKind,
 )
 
@@ -117,7 +112,8 @@ def run_case(
     It checks the results' number, shapes, dtypes and values; that nothing is NaN or infinite, with fresh memory
     poisoned; that no input changed; and, for ops with a cache, the entries and states that can be read afterwards, and
     that only the step's slots changed, or slots of a span behind them (`KVLayout.span`). All other slots of the caches
-    hold stale numbers.
+    hold stale numbers. Where a layout rounds, its error is accepted of the entries alone: the oracle attends to the
+    step's entries as the kernel stored them.
 
     Args:
         kernel: the kernel under test.
@@ -128,16 +124,12 @@ def run_case(
             kernel must ignore, and hide the lengths from the host unless the kernel declares `needs_host_lens`.
         poisoned: fill the slots that belong to no sequence with NaN instead of finite numbers.
     """
-    found = _prepare_case(kernel, sample, bench)
-    if isinstance(found, str):
-        return Outcome(False, detail=found)
-    layouts, kind, tolerance, running = found
+    prepared = _prepare_case(kernel, sample, bench)
+    if isinstance(prepared, str):
+        return Outcome(False, detail=prepared)
+    layouts, kind, tolerance, running = prepared
     op = sample.op
     writes = any(o.writes_cache for _, o in op.sites())
-    if writes:  # rounding of a block's K and V may move an entry to the next value of the stored format
-        steps = 1 if op.writes_cache else 2
-        tolerance += steps * max((round_trip_error(x, bench.dtype) for x in layouts.values()), default=0.0)
-
     caches = Caches(layouts, bench.dtype, bench.torch_device, seed)
     draw = Draw(seed, bench.dtype, bench.torch_device, caches.build)
     weights = {id(w): draw.weight(w) for _, w in op.weights()}
@@ -147,12 +139,8 @@ def run_case(
             caches.poison(cache, view)
         poison_states(args)
 
-    def rounding(request: KVRequest) -> Callable[..., tuple[torch.Tensor, ...]] | None:
-        """A block attends to its own K and V after they were rounded for storage."""
-        return partial(caches.round_trip, request) if layouts[request].tolerance and not op.writes_cache else None
-
-    ideal_args = oracle_arguments(args, rounding)
-    expected, ideal = _bodies(sample, bench, weights, _host_arguments(args, ideal_args), ideal_args)
+    ideal_args = oracle_arguments(args)
+    expected = _run_body(sample, bench, weights, host_arguments(args, ideal_args))
     batch, given = batch_in(args), args
     padded = padded and sample.step_kind == "decode" and batch is not None and batch.kind == "decode"
     if padded:
@@ -166,7 +154,7 @@ def run_case(
         packed = _pack_weights(op, kernel, weights, bench, kind, bench.torch_device)
         function = _bind_alone(op, kernel, packed, bench, kind)
         untouched = Untouched(given, packed.values())
-        before, states = [caches.read_all(kv) for kv in caches_in(given)], WatchedStates(given)
+        watched, states = WatchedCaches(given, caches), WatchedStates(given)
         with poison_memory():
             returned = function(*given)
             got = to_host(returned)
@@ -178,22 +166,26 @@ def run_case(
         return wrong(misshapen)
     if not op.may_change_inputs and (change := untouched.describe_change()):
         return wrong(change)
-    for kv, view, stored in zip(caches_in(given), views_in(given), before, strict=True):
-        slots = to_host(view.slots)
-        written = set(layouts[kv.request].find_dependents(slots[slots >= 0]).tolist()) if writes else set()
-        if stray := stray_write(stored, caches.read_all(kv), written, kv.block_tokens):
-            return wrong(stray)
+    if stray := watched.describe_stray_write(writes):
+        return wrong(stray)
     if stray := states.describe_stray_write(batch_in(given)):
         return wrong(stray)
+    watched.lead(ideal_args)
+    ideal = _run_body(sample, bench, weights, ideal_args, oracle=True)
     try:
         compared = op.compare(got, ideal) if ideal is not None else None
     except Exception as raised:
         return wrong(f"result could not be compared ({type(raised).__name__}: {raised})")
     error, detail = (compared.error, compared.detail) if compared else (0.0, "")
-    for other, place in ((_cache_error(args, ideal_args), "cache"), (states.error(batch, ideal_args), "states")):
-        if other > error:
-            error, detail = other, f"in the {place}"
-    outcome = Outcome(True, error, tolerance, detail, described)
+    if (other := states.error(batch, ideal_args)) > error:
+        error, detail = other, "in the states"
+    rounding = watched.rounding(bench.dtype) if writes else 0.0
+    found = [
+        (error, tolerance + min(tolerance, 2 * rounding), detail),  # what is read is rounded to the plan's dtype again
+        (watched.error(ideal_args), tolerance + rounding, "in the cache"),
+    ]
+    worst = max(found, key=lambda one: one[0] / max(one[1], 1e-30))
+    outcome = Outcome(True, *worst, described)
     if not outcome.passed or expected is None:
         return outcome
     fault = scale_error(got, ideal, tolerance) if op.compares_entries else ""
@@ -226,14 +218,14 @@ def _prepare_case(
     return layouts, kind, tolerance + max((k.extra_error_of(op) for k in running), default=0.0), running
 
 
-def _bodies(
-    sample: Sample, bench: Bench, weights: dict[int, Any], host_args: tuple[Any, ...], ideal_args: tuple[Any, ...]
-) -> tuple[Any, Any]:
-    """Results of the op's body in the plan's dtype, which has the required shapes and dtypes, and of the oracle."""
+def _run_body(
+    sample: Sample, bench: Bench, weights: dict[int, Any], args: tuple[Any, ...], *, oracle: bool = False
+) -> Any:
+    """Results of the op's body on the host: in the plan's dtype, which has the required shapes and dtypes, or in
+    float32."""
     op, kind = sample.op, sample.step_kind
-    expected = _bind_alone(op, None, _pack_weights(op, None, weights, bench, kind, HOST), bench, kind)(*host_args)
-    wide = _pack_weights(op, None, weights, bench, kind, HOST, oracle=True)
-    return expected, _bind_alone(op, None, wide, bench, kind, oracle=True)(*ideal_args)
+    packed = _pack_weights(op, None, weights, bench, kind, HOST, oracle=oracle)
+    return _bind_alone(op, None, packed, bench, kind, oracle=oracle)(*args)
 
 
 def bind_case(
@@ -255,11 +247,6 @@ def bind_case(
     weights = {id(w): draw.weight(w) for _, w in sample.op.weights()}
     packed = _pack_weights(sample.op, kernel, weights, bench, sample.step_kind, bench.torch_device)
     return _bind_alone(sample.op, kernel, packed, bench, sample.step_kind), sample.inputs(draw)
-
-
-def round_trip_error(layout: KVLayout, dtype: torch.dtype) -> float:
-    """Largest relative error of an entry written and read: the layout's, and one rounding to the plan's dtype."""
-    return layout.tolerance + torch.finfo(dtype).eps / 2 if layout.tolerance else 0.0
 
 
 def _choose_layouts(kernel: Kernel | None, op: Op, bench: Bench) -> dict[KVRequest, KVLayout] | str:
@@ -345,52 +332,3 @@ class _ForcedResolver(Resolver):
 
     def reads_format(self, op: Op, format: str) -> bool:
         return True
-
-
-def _host_arguments(args: tuple[Any, ...], ideal: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments for the body in the plan's dtype on the host; its results have the shapes and dtypes that a kernel must
-    return."""
-    out = []
-    for arg, other in zip(args, ideal, strict=True):
-        if isinstance(arg, torch.Tensor):
-            out.append(to_host(arg))
-        elif isinstance(other, OracleKV):
-            out.append(_copy_cache(other))
-        elif isinstance(other, HybridCache):
-            out.append(HybridCache(_copy_cache(other.kv), arg.states.copy_to(HOST)))
-        elif isinstance(other, StateCache):
-            out.append(arg.copy_to(HOST))
-        elif isinstance(other, KVCache):
-            out.append(arg.convert(_copy_of(other), lambda states: states.copy_to(HOST)))
-        else:
-            out.append(other)
-    return tuple(out)
-
-
-def _copy_of(ideal: KVCache) -> Callable[[LayerKV, int], OracleKV]:
-    """A function that returns copies of the oracle's caches, one after another."""
-    twins = iter(ideal.layers)
-    return lambda kv, table: _copy_cache(next(twins))
-
-
-def _copy_cache(kv: Any) -> OracleKV:
-    twin = OracleKV(kv.request, kv.block_tokens, kv.entries[0].shape[0])
-    twin.entries = [e.clone() for e in kv.entries]
-    return twin
-
-
-def _cache_error(args: tuple[Any, ...], ideal: tuple[Any, ...]) -> float:
-    """Largest error of the entries that later steps may read from the caches."""
-    worst = 0.0
-    twins = zip(caches_in(ideal), views_in(ideal), strict=True)
-    for (kv, batch), (twin, host) in zip(zip(caches_in(args), views_in(args), strict=True), twins, strict=True):
-        for i, (first, last, n, table) in enumerate(host.rows()):  # padded sequences come last
-            skipped = kv.request.blocks_before_window(last - first, n, kv.block_tokens)
-            n -= skipped * kv.block_tokens
-            stored = to_host(kv.read(batch.block_tables[i, skipped:], n), widen=True)
-            expected = twin.read(table[skipped:], n)
-            for s, e in zip(stored, expected, strict=True):
-                if s.shape != e.shape or not torch.isfinite(s).all():
-                    return float("inf")
-                worst = max(worst, ((s - e).abs().max() / e.abs().max().clamp_min(1e-30)).item())
-    return worst

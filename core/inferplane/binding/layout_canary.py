@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from inferplane.binding.check import round_trip_error
+from inferplane.binding.case_caches import round_trip_error
 from inferplane.errors import in_words
 from inferplane.types import HOST, KVLayout, KVRequest, LayerKV
 

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from inferplane.binding.check import round_trip_error
+from inferplane.binding.case_caches import round_trip_error
 from inferplane.conformance.plugin import SUBJECT
 from inferplane.conformance.subject import Subject
 from inferplane.ops.oracle import to_host

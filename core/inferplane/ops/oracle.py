@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
+from inferplane.ops.op import relative_error
 from inferplane.types import HOST, Batch, HybridCache, KVCache, KVRequest, LayerKV, QTensor, StateCache, StateRows
 
 Stored = Callable[..., tuple[torch.Tensor, ...]]
@@ -28,13 +29,28 @@ class OracleKV(LayerKV):
     def __init__(self, request: KVRequest, block_tokens: int, slots: int, through: Stored | None = None) -> None:
         self.request, self.block_tokens, self.through = request, block_tokens, through
         self.entries = [torch.full((slots, *shape), float("nan")) for shape in request.entry_shapes]
+        self.stored: Sequence[torch.Tensor] | None = None
+        self.error = 0.0
+        """Largest error, relative to the largest entry, of what was stored elsewhere; see `take_from`."""
+
+    def take_from(self, stored: Sequence[torch.Tensor]) -> None:
+        """Take what is written from now on from another cache, which has stored the same step already, and note its
+        error: rounded differently by a hair, an entry moves to the next value of a coarse format.
+
+        Args:
+            stored: the other cache's entries by slot, float32.
+        """
+        self.stored = stored
 
     def write(self, slots: torch.Tensor, *values: torch.Tensor) -> None:
         """See `LayerKV.write`."""
         values = values if self.through is None else self.through(*values)
         real = slots >= 0
-        for entry, value in zip(self.entries, values):
-            entry[slots[real]] = value[real].float()
+        for i, (entry, value) in enumerate(zip(self.entries, values)):
+            entry[slots[real]] = own = value[real].float()
+            if self.stored is not None:
+                entry[slots[real]] = other = self.stored[i][slots[real]]
+                self.error = max(self.error, relative_error(other, own))
 
     def read(self, table: torch.Tensor, tokens: int) -> tuple[torch.Tensor, ...]:
         """See `LayerKV.read`."""
@@ -67,9 +83,7 @@ def to_host(value: Any, *, widen: bool = False) -> Any:
     return value
 
 
-def oracle_arguments(
-    args: tuple[Any, ...], through: Callable[[KVRequest], Stored | None] = lambda request: None
-) -> tuple[Any, ...]:
+def oracle_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments for the oracle: float32 host tensors, the batch on the host, caches as `OracleKV` with equal contents,
     copies of states.
 
@@ -77,7 +91,6 @@ def oracle_arguments(
 
     Args:
         args: a kernel's arguments.
-        through: what rounds the entries that are written to a cache from then on; None: they stay as they are.
     """
     step = next((a for a in args if isinstance(a, Batch)), None)
 
@@ -89,7 +102,6 @@ def oracle_arguments(
         for i, n in enumerate(batch.lens().seq_lens):
             if n:
                 twin.write(twin.slots_of(tables[i], n), *to_host(kv.read(batch.block_tables[i], n), widen=True))
-        twin.through = through(kv.request)
         return twin
 
     def mirror_states(states: StateCache) -> StateCache:
