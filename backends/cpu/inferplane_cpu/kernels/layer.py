@@ -206,7 +206,7 @@ def _when(formats: tuple[str, ...], step_kind: StepKind, *needs: Any, kv_b: Any 
     return When(
         (torch.bfloat16,),
         (PLAIN, *formats),
-        kv_layouts=(*LAYOUTS, *INT4_LAYOUTS) if step_kind == "decode" else LAYOUTS,
+        kv_layouts=(*LAYOUTS, *INT4_LAYOUTS),
         step_kinds=(step_kind,),
         features=features,
         needs=(*NEEDS, kv_b, *needs),
