@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from inferplane.cli.arguments import Parser
 
 if TYPE_CHECKING:
     from inferplane.calibrate.texts import Text, Window
+    from inferplane.engine.request.text import Tokenizer
 
 WINDOW_TOKENS = 512
 
@@ -68,7 +69,7 @@ class TextWindows:
             check_writable(page)
         return cls(read_texts(args.data), tokens, most, args.seed, page)
 
-    def draw(self, encode: Callable[[str], list[int]]) -> list[Window]:
+    def draw(self, tokenizer: Tokenizer) -> list[Window]:
         """The windows, of a tokenizer's ids.
 
         Raises:
@@ -76,7 +77,7 @@ class TextWindows:
         """
         from inferplane.calibrate import draw_windows, slice_windows
 
-        windows = slice_windows(self.texts, encode, self.tokens)
+        windows = slice_windows(self.texts, partial(tokenizer.encode, is_prompt=False), self.tokens)
         return windows if self.most is None else draw_windows(windows, self.most, self.seed)
 
     def write_page(self, text: str) -> None:

@@ -64,7 +64,7 @@ def test_tables_and_page(command, tmp_path, capsys):
 def test_larger_kernels_are_named_and_divided(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("inferplane.cli.main.prepare", lambda environment: None)
     text = tmp_path / "text.txt"
-    text.write_text("def f(x):\n    return x + 1\n\n" * 60)
+    text.write_text("def f(x):\n    return x + 1\n\n" * 4000)  # longer than any prompt may be
     command = ["audit", "demo", "--device", "cpu", "--data", str(text), "--window-tokens", "16", "--windows", "1"]
     assert main([*command, "--no-parts", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)

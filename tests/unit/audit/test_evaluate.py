@@ -130,7 +130,7 @@ def test_the_verb(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr("inferplane.cli.main.prepare", lambda environment: None)
     text = tmp_path / "text.txt"
-    text.write_text("def f(x):\n    return x + 1\n\n" * 60)
+    text.write_text("def f(x):\n    return x + 1\n\n" * 4000)  # longer than any prompt may be
     command = ["eval", "demo", "--device", "cpu", "--data", str(text), "--window-tokens", "32", "--windows", "3"]
     assert main([*command, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)

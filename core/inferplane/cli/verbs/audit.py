@@ -123,7 +123,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
         model = opened.enter_context(_load(args.model, own, screen, parts=parts))
         with _name_options_of_reference(given):
             reference = opened.enter_context(_load(against, other, screen, parts=parts))
-        windows = texts.draw(model.tokenizer.encode)
+        windows = texts.draw(model.tokenizer)
         with screen.progress_counter("auditing", len(windows)) as count:
             found = audit_sites(model, reference, windows, threshold, count)
         devices = model.device, reference.device

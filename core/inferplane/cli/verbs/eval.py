@@ -61,7 +61,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
                     f"{reference.engine.vocab}.",
                     remedy="hold it against a model with the same tokenizer",
                 )
-        windows = texts.draw(model.tokenizer.encode)
+        windows = texts.draw(model.tokenizer)
         with screen.progress_counter("evaluating", len(windows)) as count:
             found = evaluate(score_windows(model, windows, reference, count), args.seed)
     settings = [(name.replace("_", " "), str(value)) for name, value in options.items() if value]

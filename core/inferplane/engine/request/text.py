@@ -91,8 +91,8 @@ class Tokenizer:
         """What the user calls the model, for errors; "": they name the folder."""
         self._other_template: Template | None = None  # the last one that a caller brought
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of a text; with `special`, the special tokens that the model expects are put around it.
+    def encode(self, text: str, *, special: bool = True, is_prompt: bool = True) -> list[int]:
+        """Token ids of a text, with `special` between the model's special tokens; one that is no prompt has any length.
 
         Raises:
             UsageError: the text holds half a surrogate pair, which no encoding has.
@@ -100,7 +100,7 @@ class Tokenizer:
                 same: callers check lengths themselves.
         """
         try:
-            limit = self.max_tokens
+            limit = self.max_tokens if is_prompt else None
             if limit is not None and len(text) > max(PIECE_CHARACTERS, CHARACTERS_PER_TOKEN * limit):
                 self._check_length(text, limit)
             return list(self._inner.encode(text, add_special_tokens=special))
