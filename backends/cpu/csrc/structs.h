@@ -43,16 +43,16 @@ typedef struct {
   const ip_bf16 *bias;  // [n] or null
   // IP_MXFP4: scales that are powers of two as the exponent bits of float32, used if `scale` is null.
   const uint8_t *scale_exponent;
-  // Kinds in panels: scales as integers [ceil(n / 16), groups, 16] times a unit per 256 columns [ceil(n / 16),
-  // ceil(k / 256), 16], used if all others are null.
+  // Kinds in panels: scales as integers [ceil(n / 16), groups, 16] times a unit in float16 per 256 columns
+  // [ceil(n / 16), ceil(k / 256), 16], used if all others are null.
   const int8_t *scale_code;
-  const float *scale_unit;
+  const ip_bf16 *scale_unit;
   // IP_INT8, IP_INT6, IP_INT4 with groups of columns: a number per group that is added to each of its values, in one of
   // the forms of scales; all null: none. Entries of IP_INT4 with minimums are 0 .. 15.
   const float *minimum;
   const ip_bf16 *minimum_f16;
   const int8_t *minimum_code;
-  const float *minimum_unit;
+  const ip_bf16 *minimum_unit;
   int32_t input;  // IP_INPUT_INT16 .., of IP_INT4 and IP_MXFP4 without minimums; IP_INPUT_MXFP4: groups of 32 columns
 } ip_matrix;
 

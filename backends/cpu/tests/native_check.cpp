@@ -109,12 +109,17 @@ Stored weight(int kind, int group, int64_t n, int64_t k) {
       for (float *numbers : {scale, minimum}) {
         int64_t units = (k + 255) / 256, per_unit = 256 / group;
         int8_t *code = keep<int8_t>(s, panels * groups * 16);
-        float *unit = keep<float>(s, panels * units * 16);
-        for (int64_t i = 0; i < panels * units * 16; i++) unit[i] = drawn();
+        uint16_t *unit = keep<uint16_t>(s, panels * units * 16);
+        Array<float> value(panels * units * 16);
+        for (int64_t i = 0; i < panels * units * 16; i++) {
+          int exponent = (int)lrintf(drawn() * 8), sixteenth = (int)lrintf(fabsf(drawn()) * 15);
+          unit[i] = (uint16_t)((exponent + 15) << 10 | sixteenth << 6);
+          value[i] = ldexpf(1.0f + (float)sixteenth / 16, exponent);
+        }
         for (int64_t i = 0; i < panels * groups * 16; i++) {
           int64_t panel = i / 16 / groups, g = i / 16 % groups;
           code[i] = (int8_t)lrintf(drawn() * 127);
-          if (numbers == scale || least) numbers[i] = (float)code[i] * unit[(panel * units + g / per_unit) * 16 + i % 16];
+          if (numbers == scale || least) numbers[i] = (float)code[i] * value[(panel * units + g / per_unit) * 16 + i % 16];
         }
         if (numbers == scale) s.m.scale_code = code, s.m.scale_unit = unit;
         if (numbers == minimum && least) s.m.minimum_code = code, s.m.minimum_unit = unit;

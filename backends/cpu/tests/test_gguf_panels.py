@@ -20,10 +20,10 @@ BYTES = {
     "Q4_0": 18 * 8,
     "Q4_1": 20 * 8,
     "Q8_0": 34 * 8,
-    "Q4_K": 128 + 2 * 8 + 2 * 4,
-    "Q6_K": 192 + 16 + 4,
-    "Q3_K": 128 + 16 + 4,
-    "Q5_K": 192 + 2 * 16 + 2 * 4,
+    "Q4_K": 128 + 2 * 8 + 2 * 2,
+    "Q6_K": 192 + 16 + 2,
+    "Q3_K": 128 + 16 + 2,
+    "Q5_K": 192 + 2 * 16 + 2 * 2,
 }
 """Bytes of 256 columns in panels."""
 
@@ -66,6 +66,8 @@ def test_scales_of_two_levels_take_a_byte_each():
     odd[5, 3] = 0.0123456789
     panels = Panels(QTensor(q.data, odd, block=q.block, bits=q.bits, minimum=q.minimum))
     assert set(panels.scales) == {"scale", "minimum_code", "minimum_unit"}
+    thirds = QTensor(q.data, q.scale / 3, block=q.block, bits=q.bits, minimum=q.minimum)
+    assert set(Panels(thirds).scales) == {"scale", "minimum_code", "minimum_unit"}  # no unit in float16
     zeros = QTensor(q.data, torch.zeros_like(odd), block=q.block, bits=q.bits, minimum=q.minimum)
     assert not (expand_rows(Panels(zeros).matrices[0], 0, 32).float() - zeros.dequantize(torch.bfloat16).float()).any()
 

@@ -1,5 +1,6 @@
 // Products of int8, int6, int4 and MXFP4 weights in panels (weight_panels.h) with 16-bit activations (quantize_int16.h),
-// or of int4 and MXFP4 with narrower ones (quantize_narrow.h), exact in integers within a group of columns. linear.h calls `multiply_panel` for each panel of a thread's chunk.
+// or of int4 and MXFP4 with narrower ones (quantize_narrow.h), exact in integers within a group of columns. linear.h
+// calls `multiply_panel` for each panel of a thread's chunk.
 //
 // Rounding activations to 16 bits in groups of 32 to 128 columns is an error of 2^-16 of a group's largest entry, 1/128
 // of what rounding the result to bf16 costs. Products and sums within a group are then exact in 32 bits, on every
@@ -151,6 +152,21 @@ constexpr int kMaxTileRows = 4, kTwoSumRows = 0;
 #endif
 
 #if defined(__AVX512F__)
+// sums[i] += the minimums of groups first .. last, those of one unit, times rows i0 + i of x.
+template <int MT>
+inline void add_minimums(const PanelScales &minimums, const Int16Activations &x, int64_t i0, int64_t first, int64_t last,
+                         F32x16 *sums) {
+  F32x16 part[MT];
+  for (int i = 0; i < MT; i++) part[i] = minimums.multiples ? F32x16{} : sums[i];
+  for (int64_t g = first; g < last; g++) {
+    F32x16 minimum = minimums.multiples ? minimums.multiples_of_group(g) : minimums.of_group(g);
+#pragma GCC unroll 8
+    for (int i = 0; i < MT; i++) part[i] = fma(minimum, splat(x.total[g * x.m + i0 + i]), part[i]);
+  }
+  for (int i = 0; i < MT; i++)
+    sums[i] = minimums.multiples ? fma(part[i], minimums.unit_of_group(first), sums[i]) : part[i];
+}
+
 // out[(i0 + i) * ldo + j] = the 16 rows j of a panel (fewer if the weight ends) times rows i0 .. i0 + MT of x, over all
 // columns, in float32 with scales applied, overwritten. KIND: IP_INT8, IP_INT6, IP_INT4 or IP_MXFP4, w's kind. HALF:
 // groups have 16 columns, half of what one step of the activations holds; else they have a multiple of 32. NARROW: the
@@ -166,9 +182,10 @@ inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Ac
   constexpr bool two_sums = MT <= kTwoSumRows;
   constexpr int shifted = !two_sums ? 0 : KIND == IP_INT4 ? 4 : KIND == IP_INT6 ? 2 : 0;
   PanelScales scales = panel_scales(w, panel), minimums = panel_minimums(w, panel);
-  const bool has_minimum = has_minimums(w);
-  F32x16 acc[MT];
-  for (int i = 0; i < MT; i++) acc[i] = F32x16{};
+  const bool has_minimum = has_minimums(w), has_units = scales.multiples;
+  const int64_t in_unit = ((int64_t)1 << scales.shift) - 1;  // the bits of a group's number within its unit
+  F32x16 acc[MT], done[MT];  // of scales with units: sums of integers times sums, and what was multiplied by a unit
+  for (int i = 0; i < MT; i++) acc[i] = done[i] = F32x16{};
   for (int64_t g = 0; g < x.groups; g++) {
     GroupSums s[MT], t[MT];
     const int64_t at = g * x.m + i0;
@@ -201,14 +218,20 @@ inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Ac
         }
       }
     }
-    F32x16 scale = w.group ? scales.of_group(g) : splat(1.0f);
+    F32x16 scale = has_units ? scales.multiples_of_group(g) : w.group ? scales.of_group(g) : splat(1.0f);
 #pragma GCC unroll 8
     for (int i = 0; i < MT; i++) {
       I32x16 exact = s[i].total();
       if (two_sums) exact += t[i].total() >> shifted;
       acc[i] = fma(__builtin_convertvector(exact, F32x16), scale * x.scale[at + i], acc[i]);
     }
-    if (has_minimum) {
+    if (has_units) {
+      if ((g & in_unit) != in_unit && g + 1 < x.groups) continue;
+      F32x16 unit = scales.unit_of_group(g);
+#pragma GCC unroll 8
+      for (int i = 0; i < MT; i++) done[i] = fma(acc[i], unit, done[i]), acc[i] = F32x16{};
+      if (has_minimum) add_minimums<MT>(minimums, x, i0, g & ~in_unit, g + 1, done);
+    } else if (has_minimum) {
       F32x16 minimum = minimums.of_group(g);
 #pragma GCC unroll 8
       for (int i = 0; i < MT; i++) acc[i] = fma(minimum, splat(x.total[at + i]), acc[i]);
@@ -216,7 +239,7 @@ inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Ac
   }
   F32x16 row = w.group ? splat(1.0f) : scales.of_group(0);
   int64_t have = min64(kLanes, w.n - panel * kLanes);
-  for (int i = 0; i < MT; i++) store_f32x16(out + (i0 + i) * ldo, acc[i] * row, have);
+  for (int i = 0; i < MT; i++) store_f32x16(out + (i0 + i) * ldo, has_units ? done[i] : acc[i] * row, have);
 }
 #else
 // The same function on AVX2, with explicit 32-byte registers, since GCC keeps vectors of 64 bytes in memory. With one

@@ -7,13 +7,13 @@
 namespace {
 
 // A panel's scales or minimums, sixteen per group: float32, or if `full` is null float16, or if that is null too,
-// float32's exponent bits alone, or integers times a unit per 2^shift groups.
+// float32's exponent bits alone, or integers times a unit in float16 per 2^shift groups.
 struct PanelScales {
   const float *full;
   const bf16 *half;
   const uint8_t *exponents;
   const int8_t *multiples;
-  const float *units;
+  const bf16 *units;
   int shift;
 #ifndef __AVX512F__
   // Scales 8 * h .. 8 * h + 8 of group g.
@@ -25,9 +25,22 @@ struct PanelScales {
     }
     if (multiples) {
       __m256i code = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(multiples + at)));
-      return _mm256_mul_ps(_mm256_cvtepi32_ps(code), _mm256_loadu_ps(units + (g >> shift) * kLanes + h * 8));
+      const __m128i *unit = (const __m128i *)(units + (g >> shift) * kLanes + h * 8);
+      return _mm256_mul_ps(_mm256_cvtepi32_ps(code), _mm256_cvtph_ps(_mm_loadu_si128(unit)));
     }
     return full ? _mm256_loadu_ps(full + at) : _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(half + at)));
+  }
+#endif
+#ifdef __AVX512F__
+  // The integers of group g.
+  inline F32x16 multiples_of_group(int64_t g) const {
+    __m512i code = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(multiples + g * kLanes)));
+    return (F32x16)_mm512_cvtepi32_ps(code);
+  }
+  // What the integers of group g are multiplied by.
+  inline F32x16 unit_of_group(int64_t g) const {
+    const __m256i *unit = (const __m256i *)(units + (g >> shift) * kLanes);
+    return (F32x16)_mm512_cvtph_ps(_mm256_loadu_si256(unit));
   }
 #endif
   // The sixteen scales of group g, one per weight row.
@@ -38,10 +51,7 @@ struct PanelScales {
       __m512i bits = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(exponents + g * kLanes)));
       return (F32x16)_mm512_castsi512_ps(_mm512_slli_epi32(bits, 23));
     }
-    if (multiples) {
-      __m512i code = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(multiples + g * kLanes)));
-      return (F32x16)_mm512_cvtepi32_ps(code) * load<F32x16>(units + (g >> shift) * kLanes);
-    }
+    if (multiples) return multiples_of_group(g) * unit_of_group(g);
     return (F32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(half + g * kLanes)));
 #else
     __m256 two[2] = {eight_of_group(g, 0), eight_of_group(g, 1)};

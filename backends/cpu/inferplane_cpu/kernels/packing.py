@@ -27,6 +27,7 @@ MAX_INT8_COLUMNS = 65536
 """Sums of at most this many products of bytes fit 32 bits."""
 UNIT_COLUMNS = 256
 """Columns that share a unit of scales which are integers."""
+MAX_MULTIPLE = 128
 COLUMNS_WITH_UNITS = (16, 32)
 """Columns of a group whose scales may be integers times a unit."""
 SIX_BIT_COLUMNS = 16
@@ -50,8 +51,8 @@ class Panels:
     (csrc/products/weight_panels.h). Entries of 8 bits in groups of 16 columns take 6 if all are from -32 to 31, as
     those of GGUF's Q6_K, Q5_K, Q5_1 and Q2_K are, and 4 if all are entries of MXFP4 or NVFP4, in groups of 32 too;
     Q3_K's are. Scales of such entries that are powers of two take a byte, and so do scales in groups of 16 and 32
-    columns that are small multiples of one number in each 256 columns. Others take 2 bytes where float16 holds them,
-    else 4; minimums are stored as scales are. No value changes.
+    columns that are small multiples of one number of float16 in each 256 columns. Others take 2 bytes where float16
+    holds them, else 4; minimums are stored as scales are. No value changes.
 
     Args:
         q: the canonical weight; with scales a row or a group of columns, without zero points.
@@ -173,16 +174,18 @@ def _narrow_scales(rows: torch.Tensor, kind: int, name: str, columns: int) -> di
 
 
 def _find_units(rows: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Scales as products of integers of 8 bits and a unit per `groups` of them, or None if some are no such products.
+    """Scales as products of integers of 8 bits and a unit in float16 per `groups` of them, or None if some are no such
+    products.
 
-    The unit is their greatest common divisor: significands of float32 are integers times a power of two.
+    The unit is their greatest common divisor, or a fraction of it that float16 holds: significands of float32 are
+    integers times a power of two.
 
     Args:
         rows: float32 `[experts, panels, all groups, rows]`.
         groups: neighbours that share a unit.
 
     Returns:
-        int8 of the same shape, and float32 `[experts, panels, units, rows]`.
+        int8 of the same shape, and float16 `[experts, panels, units, rows]`.
     """
     found = []
     for part in rows.split(PANELS_AT_ONCE, 1):
@@ -208,13 +211,29 @@ def _find_units_of(rows: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch
     multiples = integers // divisor[:, :, :, None]
     unit = torch.ldexp(divisor.float(), (low[:, :, :, 0] - 24).clamp(-200, 200))
     multiples = torch.where(fraction < 0, -multiples, multiples)
+    factor = _find_fraction(unit)
+    if factor is None:
+        return None
+    multiples, unit = multiples * factor[:, :, :, None], unit / factor
     inverted = (multiples > 127).any(3, keepdim=True)  # 128 times a unit is -128 times its negative
     multiples, unit = torch.where(inverted, -multiples, multiples), torch.where(inverted[:, :, :, 0], -unit, unit)
     if bool(((multiples > 127) | (multiples < -128)).any()) or not torch.equal(
         multiples.float() * unit[:, :, :, None], wide
     ):
         return None
-    return multiples.to(torch.int8).flatten(2, 3)[:, :, :all_groups].contiguous(), unit.contiguous()
+    return multiples.to(torch.int8).flatten(2, 3)[:, :, :all_groups].contiguous(), unit.half().contiguous()
+
+
+def _find_fraction(units: torch.Tensor) -> torch.Tensor | None:
+    """The smallest integers by which units of float32 are divided to be numbers of float16; None if some have none."""
+    factor = torch.zeros(units.shape, dtype=torch.int64)
+    for tried in range(1, MAX_MULTIPLE):
+        parts = units / tried
+        fits = (parts.half().float() == parts) & (parts * tried == units)
+        factor = torch.where((factor == 0) & fits, tried, factor)
+        if bool(factor.all()):
+            return factor
+    return None
 
 
 def _narrow_to_half(scales: torch.Tensor) -> torch.Tensor | None:

@@ -56,7 +56,7 @@ def count_panel_bytes(weight: Weight) -> int:
     if weight.format == "mxfp4":
         a_row = groups
     elif widths is not None and widths.has_unit_scales and columns in COLUMNS_WITH_UNITS:
-        a_row = groups + 4 * -(-k // UNIT_COLUMNS)
+        a_row = groups + 2 * -(-k // UNIT_COLUMNS)
     else:
         a_row = 2 * groups
     # Signed integers of 3 bits are entries of MXFP4 too, which has no minimums.
