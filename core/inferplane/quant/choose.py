@@ -80,7 +80,8 @@ def choose_formats(ops: Iterable[Op], scheme: OnlineScheme, reads: Reads) -> Cho
             if not candidates.get(role):
                 continue
             if (op.key(), role) not in known:
-                known[op.key(), role] = _choose(op, candidates[role], scheme, reads)
+                before = () if role == "head" else scheme.in_memory
+                known[op.key(), role] = _choose(op, before, candidates[role], scheme, reads)
             format, passed_over, read = known[op.key(), role]
             by_name.update(dict.fromkeys((HEAD,) if role == "head" else weight.parts, format))
             counts[op.name, format, passed_over, read].add(id(weight))
@@ -96,12 +97,15 @@ def _leave_plain(choice: FormatChoice) -> FormatChoice:
     return replace(choice, format=PLAIN, passed_over=(choice.format, *choice.passed_over), read=True)
 
 
-def _choose(op: Op, formats: tuple[str, ...], scheme: OnlineScheme, reads: Reads) -> tuple[str, tuple[str, ...], bool]:
-    """The first format that is read, those before it, True; the first one, the others, False where none is."""
-    for i, format in enumerate(formats):
+def _choose(
+    op: Op, in_memory: tuple[str, ...], formats: tuple[str, ...], scheme: OnlineScheme, reads: Reads
+) -> tuple[str, tuple[str, ...], bool]:
+    """The first format that is read, those before it, True; where none is, the first of `formats`, others, False."""
+    tried = (*in_memory, *formats)
+    for i, format in enumerate(tried):
         if reads(op, format, scheme.activation_quants.get(format)):
-            return format, formats[:i], True
-    return formats[0], formats[1:], False
+            return format, tried[:i], True
+    return formats[0], tuple(format for format in tried if format != formats[0]), False
 
 
 def make_reads(kernels: Iterable[Kernel], settings: PlanSettings, pins: Mapping[str, str]) -> Reads:

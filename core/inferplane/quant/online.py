@@ -15,10 +15,10 @@ import torch
 from inferplane.binding import Plan, PlanSettings, TensorSource
 from inferplane.errors import CheckpointError, UsageError
 from inferplane.ops import Embedding, MLAAbsorbed, MLAExpanded
-from inferplane.ops.formats import FORMATS, encode, encode_nvfp4_with, find_nvfp4_factor, limit
+from inferplane.ops.formats import FORMATS, MINIMUMS, encode, encode_nvfp4_with, find_nvfp4_factor, limit
 from inferplane.quant.schemes import FP8_BLOCKS, FP8_ROWS, INT4_TOKENS, INT8_TOKENS, MXFP4_GROUPS
 from inferplane.quant.stored import QuantFormats, find_stored_format
-from inferplane.types import PLAIN, ActivationQuant, Kernel, KVRequest, QTensor, Shard
+from inferplane.types import PLAIN, ActivationQuant, Kernel, KVRequest, QTensor, Shard, StoredWidths
 from inferplane.types.qtensor import scales
 
 
@@ -34,6 +34,8 @@ class OnlineScheme:
         activation_quants: weight format -> quantization of the activations multiplied by such weights; none for
             other formats.
         stored: formats of checkpoints that are taken as they are.
+        in_memory: weight formats of linear layers and experts that come before `dense` and `experts` where a kernel
+            reads them, but which no file has.
     """
 
     dense: tuple[str, ...]
@@ -41,15 +43,19 @@ class OnlineScheme:
     head: tuple[str, ...]
     activation_quants: Mapping[str, ActivationQuant] = field(default_factory=dict)
     stored: tuple[str, ...] = ()
+    in_memory: tuple[str, ...] = ()
 
     @property
     def formats(self) -> frozenset[str]:
         """Every format that a weight may get."""
-        return frozenset((*self.dense, *self.experts, *self.head))
+        return frozenset((*self.in_memory, *self.dense, *self.experts, *self.head))
 
 
 INT8 = ("int8_group", "int8_row")
 INT4 = ("int4_group32", "int4_group64", "int4_group", "int4_row")
+INT4_WITH_MINIMUMS = ("int4_min32",)
+"""A minimum beside each scale takes a quarter of a bit more than groups of 32 without, and the mean squared error is
+0.72 of theirs."""
 INT4_BESIDE_FP8 = ("int4_group64", "int4_group", "int4_group32", "int4_row")
 """Groups of 64 columns or more are multiplied by activations in FP8 as FP8 numbers."""
 FP8 = ("fp8_block", "fp8_row")
@@ -62,7 +68,7 @@ _A8W8_FP8 = OnlineScheme(FP8, FP8, (), _TO_FP8, stored=FP8)
 
 SCHEMES = {
     "weight_only_int8": OnlineScheme(INT8, INT8, INT8),
-    "weight_only_int4": OnlineScheme(INT4, INT4, INT8),
+    "weight_only_int4": OnlineScheme(INT4, INT4, INT8, in_memory=INT4_WITH_MINIMUMS),
     "weight_only_mxfp4": OnlineScheme(("mxfp4",), ("mxfp4",), INT8),
     "weight_only_nvfp4": OnlineScheme(("nvfp4",), ("nvfp4",), INT8),
     "a8w8": _A8W8,
@@ -103,6 +109,13 @@ ROWS = 2048
 """Rows quantized to FP8 at a time, which bounds the float32 copy."""
 NUMBERS = 2**19
 """Numbers quantized to integers at a time: intermediate results stay in a core's cache."""
+REFITS = 3
+"""Times that a group's scale and minimum are fitted to its entries anew. The mean squared error is 0.87 of that without
+after three of them, and 0.86 after six."""
+UNIT_COLUMNS = 256
+"""Columns of which scales, and minimums, are integers times one number, so that a kernel may keep them in a byte each.
+Their rounding adds half a percent to the mean squared error."""
+UNIT_TOP = 127
 
 
 def find_role(name: str) -> str:
@@ -144,7 +157,11 @@ def quantize_on_load(
     def format_of(name: str) -> str:
         return chosen.get(name) or first.get(find_role(name), PLAIN)
 
-    return QuantFormats(format_of, s.activation_quants, {f: partial(_read, format=f) for f in s.formats})
+    def widths_of(name: str) -> StoredWidths | None:
+        return StoredWidths(5, has_unit_scales=True) if format_of(name) in MINIMUMS else None
+
+    readers: dict[str, Any] = {f: partial(_read, format=f) for f in s.formats}
+    return QuantFormats(format_of, s.activation_quants, readers, widths_of=widths_of)
 
 
 def find_scheme(name: str, head: str = "auto") -> OnlineScheme:
@@ -244,11 +261,12 @@ def explain_no_savings(plan: Plan, scheme: str | None, instead: Sequence[str] = 
 
 
 def quantize(weight: torch.Tensor, format: str) -> QTensor:
-    """Quantize a plain weight to symmetric groups of columns, to FP8 blocks or to e2m1, by rounding to nearest.
+    """Quantize a plain weight to groups of columns, to FP8 blocks or to e2m1, by rounding to nearest.
 
-    In 4 bits the entry of the largest magnitude of a group becomes -8, so that a step is an eighth of it and not a
-    seventh; the scale has the other sign. Scales of integers are rounded to float16 first if they fit, so that a kernel
-    may keep them in two bytes without changing any value.
+    With minimums see `_quantize_from_minimum`; other groups are symmetric. In 4 bits the entry of the largest magnitude
+    of a group becomes -8, so that a step is an eighth of it and not a seventh; the scale has the other sign. Scales of
+    integers are rounded to float16 first if they fit, so that a kernel may keep them in two bytes without changing any
+    value.
 
     Args:
         weight: `[N, K]`, any floating dtype.
@@ -267,10 +285,12 @@ def quantize(weight: torch.Tensor, format: str) -> QTensor:
     if dtype.is_floating_point or format == "mxfp4":
         assert ROWS % rows == 0, format
         return QTensor.cat([encode(part, format) for part in weight.split(ROWS)])
-    columns = columns or k
+    columns, step = columns or k, max(1, NUMBERS // max(1, k))
+    if format in MINIMUMS:
+        return QTensor.cat([_quantize_from_minimum(part, format) for part in weight.split(step)])
     groups, top = math.ceil(k / columns), limit(dtype, bits)
     lowest = -top - 1 if bits == 4 else -top
-    data, scale, step = torch.empty(n, k, dtype=dtype), torch.empty(n, groups), max(1, NUMBERS // max(1, k))
+    data, scale = torch.empty(n, k, dtype=dtype), torch.empty(n, groups)
     for first in range(0, n, step):
         w = weight[first : first + step].float()
         if groups * columns != k:
@@ -278,13 +298,64 @@ def quantize(weight: torch.Tensor, format: str) -> QTensor:
         elif w.dtype is weight.dtype:
             w = w.clone()  # divided in place below
         tiles = w.unflatten(1, (groups, columns))
-        exact = find_signed_scales(tiles) if bits == 4 else scales(tiles.abs().amax(-1), top)
-        half = exact.half().float()
-        s = torch.where((half != 0) & half.isfinite(), half, exact)
+        s = _round_to_float16(find_signed_scales(tiles) if bits == 4 else scales(tiles.abs().amax(-1), top))
         rounded = tiles.div_(s[..., None]).round_().clamp_(lowest, top)
         data[first : first + step] = rounded.flatten(1)[:, :k]
         scale[first : first + step] = s
     return QTensor(data, scale, block=(1, columns), bits=bits)
+
+
+def _quantize_from_minimum(weight: torch.Tensor, format: str) -> QTensor:
+    """Quantize to steps from a minimum, scale and minimum of each group fitted to its entries by least squares, and
+    rounded to integers times a number in float16 per `UNIT_COLUMNS`.
+
+    Entries follow from scale and minimum, and these from entries, `REFITS` times. A group with NaN or an infinity is
+    NaN as a whole. Columns that a last group lacks are taken to equal the last one.
+
+    Source: GGUF's type Q4_K, for integers as scales and minimums. The fit is linear regression.
+    """
+    dtype, bits, block = FORMATS[format]
+    (n, k), top, columns = weight.shape, MINIMUMS[format], block[1]
+    w = weight.float()
+    if k % columns:
+        w = torch.cat((w, w[:, -1:].expand(n, -k % columns)), 1)
+    tiles = w.unflatten(1, (-1, columns))
+    is_finite = tiles.isfinite().all(-1)
+    tiles = torch.where(is_finite[..., None], tiles, 0.0)
+    minimum, most = tiles.aminmax(dim=-1)
+    scale = torch.where(most > minimum, (most - minimum) / top, 0.0)
+
+    def find_entries() -> torch.Tensor:
+        return (tiles - minimum[..., None]).div_(scale[..., None]).nan_to_num_(0.0).round_().clamp_(0, top)
+
+    for _ in range(REFITS):
+        entries = find_entries()
+        mean, mean_of_tile = entries.mean(-1), tiles.mean(-1)
+        variance = entries.square().mean(-1) - mean.square()
+        covariance = entries.mul_(tiles).mean(-1) - mean * mean_of_tile
+        scale = torch.where((variance > 0) & (covariance > 0), covariance / variance, scale)
+        minimum = mean_of_tile - scale * mean
+    scale = _round_to_units(scale, UNIT_COLUMNS // columns, least=1)
+    minimum = _round_to_units(minimum, UNIT_COLUMNS // columns, least=-UNIT_TOP)
+    data = find_entries().flatten(1)[:, :k].to(dtype)
+    scale, minimum = (numbers.masked_fill(~is_finite, torch.nan) for numbers in (scale, minimum))
+    return QTensor(data, scale, block=block, bits=bits, minimum=minimum)
+
+
+def _round_to_units(numbers: torch.Tensor, groups: int, least: int) -> torch.Tensor:
+    """Numbers `[n, all groups]` rounded to integers, from `least` to `UNIT_TOP`, times one number per `groups` of
+    them."""
+    count = numbers.shape[1]
+    wide = torch.nn.functional.pad(numbers, (0, -count % groups)).unflatten(1, (-1, groups))
+    unit = _round_to_float16(wide.abs().amax(-1, keepdim=True) / UNIT_TOP)
+    unit = torch.where(unit == 0, torch.ones_like(unit), unit)
+    return (wide / unit).round_().clamp_(least, UNIT_TOP).mul_(unit).flatten(1)[:, :count]
+
+
+def _round_to_float16(numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers rounded to float16, but those that it does not hold or makes zero."""
+    half = numbers.half().float()
+    return torch.where((half != 0) & half.isfinite(), half, numbers)
 
 
 def max_magnitude(weight: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ def requantize_on_load(scheme: QuantFormats, stored: QuantFormats) -> QuantForma
         return stored.format_of(name) if requested == PLAIN else requested
 
     def widths_of(name: str) -> StoredWidths | None:
-        return stored.widths_of(name) if format_of(name) == stored.format_of(name) else None
+        return (stored if format_of(name) == stored.format_of(name) else scheme).widths_of(name)
 
     readers = {
         format: partial(_read, format=format, plain=reader, stored=stored) for format, reader in scheme.readers.items()

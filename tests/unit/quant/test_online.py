@@ -27,11 +27,14 @@ from inferplane.quant.online import (
 )
 from inferplane.quant.schemes import FP8_BLOCKS
 from inferplane.types import ActivationQuant, Features, QTensor, Shard
+from inferplane_cpu.kernels.packing import Panels
 from inferplane_cpu.native import instruction_sets
 from tests.e2e.tiny_models import deepseek_config, llama_config, random_model
 from tests.unit.support.small import kernel
 
 WEIGHT_ONLY = {"weight_only_int8": "int8_group", "weight_only_int4": "int4_group32"}
+IN_MEMORY = {"weight_only_int4": "int4_min32"}
+"""Formats that come first where a kernel reads them."""
 FOLDABLE = WEIGHT_ONLY | {f"weight_only_{format}": format for format in ("mxfp4", "nvfp4")}
 
 
@@ -186,10 +189,34 @@ def test_a_model_answers_nearly_the_same(scheme, tied, tmp_path):
     with LLM(tmp_path, device="cpu", dtype="bfloat16", quantization=scheme) as llm:
         got = llm.logits(ids)[0]
         formats = {w.format for w in llm.runner.plan.weights.values()}
-    assert formats == {"plain", "int8_group", WEIGHT_ONLY[scheme]}
+    assert formats == {"plain", "int8_group", IN_MEMORY.get(scheme, WEIGHT_ONLY[scheme])}
     correlation = torch.corrcoef(torch.stack((got.flatten(), want.flatten())))[0, 1]
     assert correlation > (0.999 if scheme == "weight_only_int8" else 0.97)
     assert not torch.equal(got, want)
+
+
+def test_minimums_and_scales_are_fitted_and_integers_of_a_unit():
+    w = torch.randn(64, 600, generator=torch.Generator().manual_seed(0)) + 0.3
+    w[3], w[4, :32], w[5, 100], w[6] = 0, 7.5, torch.inf, 2.0**-30
+    found, plain = quantize(w, "int4_min32"), encode(w, "int4_min32")
+    others = [row for row in range(64) if row not in (3, 4, 5, 6)]
+    wrong, less = ((q.dequantize()[others] - w[others]).square().mean() for q in (plain, found))
+    assert less < 0.9 * wrong
+    assert found.dequantize()[5].isnan().nonzero().flatten().tolist() == list(range(96, 128))
+    assert not found.dequantize()[3].any()
+    assert (found.dequantize()[4, :32] - 7.5).abs().max() < 0.03
+    assert (found.dequantize()[6] / 2.0**-30 - 1).abs().max() < 0.01
+    for numbers in (found.scale, found.minimum):
+        of_unit = numbers[others][:, :16].unflatten(1, (2, 8)).abs()
+        multiples = 127 * of_unit / of_unit.amax(-1, keepdim=True)
+        assert (multiples - multiples.round()).abs().max() < 0.06 and len(multiples.round().unique()) > 50
+
+
+@pytest.mark.skipif(not instruction_sets(), reason="not run: no native kernels")
+def test_fitted_scales_take_a_byte_each():
+    """So do minimums: 4.625 bits an entry."""
+    w = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
+    assert Panels(quantize(w, "int4_min32")).nbytes * 8 == 4.625 * w.numel()
 
 
 @pytest.mark.parametrize("format", ["int4_group32", "int4_group64", "int4_group", "int4_row"])

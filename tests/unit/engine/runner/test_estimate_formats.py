@@ -52,7 +52,12 @@ def test_bytes_of_gguf_types_are_those_that_are_loaded(kind, tmp_path, monkeypat
 
 @pytest.mark.parametrize(
     ("scheme", "experts", "rest"),
-    [("weight_only_int8", 8.125, 8.125), ("weight_only_int4", 4.5, 4.5), ("a8w8", 8, 8), ("a8w8_fp8_wint4", 4.25, 8)],
+    [
+        ("weight_only_int8", 8.125, 8.125),
+        ("weight_only_int4", 4.625, 4.625),
+        ("a8w8", 8, 8),
+        ("a8w8_fp8_wint4", 4.25, 8),
+    ],
 )
 def test_deepseeks_sizes_in_each_scheme(scheme, experts, rest):
     """Parameters times bits: 58 layers with 256 routed experts, all other matrices of layers, embedding and head."""
