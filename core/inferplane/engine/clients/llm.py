@@ -77,6 +77,7 @@ class LLM:
             enable_prefix_caching=chosen.enable_prefix_caching,
             max_waiting=chosen.max_waiting,
             speculative_config=config,
+            insertion=chosen.insertion,
         )
         self._lock = EngineLock(self.engine)
 

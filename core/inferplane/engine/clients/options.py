@@ -36,6 +36,7 @@ from inferplane.errors import UsageError
 
 if TYPE_CHECKING:
     from inferplane.engine.runner.options import RunnerOptions
+    from inferplane.engine.schedule.insertion import Insertion
 
 OLD_NAMES = {
     "max_batch": "max_num_seqs",
@@ -104,6 +105,10 @@ class EngineOptions:
             of a step can use. A warning says if it shortens sequences.
         max_num_seqs: maximum sequences per step.
         max_num_batched_tokens: maximum tokens per step; longer prompts are split into chunks.
+        max_new_requests_per_step: most requests that join in one step; None: unlimited.
+        max_prompt_tokens_per_step: most tokens of prompts in a step in which others decode; None: unlimited.
+        max_inter_token_ms: milliseconds between two tokens of running streams: prompts get as many tokens of a step
+            as measured times of steps allow; None: all that the step has.
         deterministic: use only kernels whose results do not depend on the batch.
         load_format: auto, or dummy for random weights of the config's shapes.
         mtp: also load the multi-token-prediction layers.
@@ -137,6 +142,9 @@ class EngineOptions:
     kv_cache_bytes: int | None = _option(None, "SIZE", minimum=0, maximum=MAX_BYTES)
     max_num_seqs: int = _option(32, "N", minimum=1)
     max_num_batched_tokens: int = _option(2048, "N", minimum=1)
+    max_new_requests_per_step: int | None = _option(None, "N", minimum=1)
+    max_prompt_tokens_per_step: int | None = _option(None, "N", minimum=1)
+    max_inter_token_ms: int | None = _option(None, "MS", minimum=1)
     deterministic: bool = False
     load_format: str = _option("auto", "F", choices=("auto", "dummy"))
     mtp: bool = False
@@ -187,6 +195,13 @@ class EngineOptions:
             if name not in OPTIONS:
                 raise unknown_keyword("LLM", name, value, ["model", *OPTIONS], advice(name))
         return cls(**named)
+
+    @property
+    def insertion(self) -> Insertion:
+        """How prompts join what runs."""
+        from inferplane.engine.schedule.insertion import Insertion
+
+        return Insertion(**{f.name: getattr(self, f.name) for f in fields(Insertion)})
 
     def runner_options(self, ranks: int) -> RunnerOptions:
         """The options that say how to bind and load the model, for a model shared by `ranks` processes."""

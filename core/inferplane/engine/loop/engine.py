@@ -19,7 +19,8 @@ from inferplane.engine.request.state import Request
 from inferplane.engine.request.text import Detokenizer
 from inferplane.engine.runner.model_runner import Runner
 from inferplane.engine.sampling.sampler import Sampler
-from inferplane.engine.schedule.scheduler import Limits, ScheduledChunk, Scheduler
+from inferplane.engine.schedule.insertion import UNLIMITED, Insertion
+from inferplane.engine.schedule.scheduler import Limits, ScheduledChunk, Scheduler, count_work
 from inferplane.engine.speculate import SpeculativeConfig, Speculator, VerifiedChunk
 from inferplane.errors import CapacityError, EngineError, UsageError, in_words, warn
 from inferplane.kvcache import BlockAllocator, StatePool, root_hash
@@ -37,10 +38,10 @@ class Engine:
         runner: the bound model and its cache.
         max_num_seqs: maximum number of sequences in a step.
         max_num_batched_tokens: maximum number of tokens in a step; longer prompts are split into chunks.
-        max_new_sequences: maximum number of sequences that join in one step.
         max_waiting: maximum number of waiting requests; None: unlimited.
         enable_prefix_caching: reuse blocks of equal prefixes, and the states of layers that keep any.
         speculative_config: draft and verify several tokens per step; None: one token per step.
+        insertion: how prompts join what runs.
     """
 
     def __init__(
@@ -49,14 +50,14 @@ class Engine:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int = 2048,
-        max_new_sequences: int = 64,
         max_waiting: int | None = None,
         enable_prefix_caching: bool = True,
         speculative_config: SpeculativeConfig | None = None,
+        insertion: Insertion = UNLIMITED,
     ) -> None:
         self.runner = runner
         self.device, self.vocab = runner.backend.torch_device_indexed, runner.model.vocab
-        self.limits = Limits(max_num_seqs, max_num_batched_tokens, runner.max_model_len, max_new_sequences, max_waiting)
+        self.limits = Limits(max_num_seqs, max_num_batched_tokens, runner.max_model_len, max_waiting, False, insertion)
         facts = (runner.files.name, str(runner.dtype), runner.options.kv_cache_dtype, str(runner.options.quantization))
         caching = enable_prefix_caching
         self.root: Callable[[str], bytes] | None = (lambda tenant: root_hash(*facts, tenant)) if caching else None
@@ -170,9 +171,10 @@ class Engine:
             if c.request.started is None:
                 c.request.started = begun
                 self.metrics.observe("request_queue_time_seconds", begun - c.request.arrived)
-        scheduled = time.monotonic()
+        scheduled, work = time.monotonic(), count_work(chunks)
         touched += self._step(chunks)
         ended = time.monotonic()
+        self.scheduler.times.observe(work, ended - begun)
         self.metrics.observe("schedule_commit_time_seconds", scheduled - begun + self._commit_s)
         self.metrics.observe("step_time_seconds", ended - begun)
         self.metrics.counters["steps_total"] += 1

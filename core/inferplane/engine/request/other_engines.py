@@ -101,7 +101,12 @@ OTHER_OPTIONS: tuple[OtherOption, ...] = tuple(
         (VLLM, "enable_chunked_prefill", "max_num_batched_tokens", "prompts are always read in chunks of that size"),
         (VLLM, "attention_backend", "ops", EXPLAINED, "--op"),
         (VLLM, "scheduling_policy", "", PRIORITY),
-        (VLLM, "max_num_partial_prefills long_prefill_token_threshold", "max_num_batched_tokens", "tokens of a step"),
+        (
+            VLLM,
+            "max_num_partial_prefills long_prefill_token_threshold",
+            "max_prompt_tokens_per_step",
+            "beside decoding",
+        ),
         (VLLM, "guided_decoding_backend structured_outputs_config", "", "constraints need the extra `constrained`"),
         (VLLM, "guided_decoding structured_outputs", "json_schema", CONSTRAINED, IN_FORMAT),
         (VLLM, "bad_words allowed_token_ids", "logit_bias", "by token id", IN_REQUESTS),

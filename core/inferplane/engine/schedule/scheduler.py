@@ -1,19 +1,20 @@
 """Which sequences run in the next step. It deals in integers only: tokens, blocks, sequences.
 
 The rules: sequences that decode come first, so that a long prompt never stalls them; prompts share the rest of the
-token budget, chunk by chunk; new sequences join while the limits and the free blocks allow, in order of priority, then
-of the tenant that runs least, then of arrival. When blocks run out, the sequence that is last in this order releases
-all its blocks and is computed again later; its entries stay in the prefix cache until their blocks are needed. Blocks
-that the windows of all their layers have passed are released as a sequence grows.
+token budget, chunk by chunk, as far as `Insertion` lets them; new sequences join while the limits and the free blocks
+allow, in order of priority, then of the tenant that runs least, then of arrival. When blocks run out, the sequence that
+is last in this order releases all its blocks and is computed again later; its entries stay in the prefix cache until
+their blocks are needed. Blocks that the windows of all their layers have passed are released as a sequence grows.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from inferplane.engine.request.state import Request
+from inferplane.engine.schedule.insertion import Insertion, PromptAllowance, StepTimes, StepWork, count_pairs
 from inferplane.engine.schedule.states import find_states, limit_chunk
 from inferplane.engine.schedule.tables import SequenceTables
 from inferplane.errors import CapacityError, UsageError
@@ -31,17 +32,17 @@ class Limits:
         max_num_seqs: maximum number of sequences in a step.
         max_num_batched_tokens: maximum number of tokens in a step; longer prompts are split into chunks.
         max_model_len: maximum number of tokens of a sequence.
-        max_new_sequences: maximum number of sequences that join in one step.
         max_waiting: maximum number of waiting requests; None: unlimited.
         limited_by_cache: True if the KV cache, not the model, caps the sequence length.
+        insertion: what may join in a step.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    max_new_sequences: int = 64
     max_waiting: int | None = None
     limited_by_cache: bool = False
+    insertion: Insertion = Insertion()
 
     @property
     def length_remedy(self) -> str:
@@ -66,6 +67,13 @@ class ScheduledChunk:
     def rows(self) -> int:
         """Number of its token rows in the step: known tokens and drafts."""
         return self.count + len(self.drafts)
+
+
+def count_work(chunks: Sequence[ScheduledChunk]) -> StepWork:
+    """What a step of these chunks computes, before it runs."""
+    decode_rows = sum(c.rows for c in chunks if c.request.is_decoding)
+    pairs = sum(count_pairs((c.rows, c.request.computed)) for c in chunks)
+    return StepWork(decode_rows, sum(c.rows for c in chunks) - decode_rows, pairs)
 
 
 class Scheduler:
@@ -104,6 +112,7 @@ class Scheduler:
         self.preemptions = 0
         self.prefix_queries_tokens = 0
         self.prefix_hits_tokens = 0
+        self.times = StepTimes()
         self._arrivals = 0
         self._alive: set[int | str] = set()
 
@@ -161,34 +170,46 @@ class Scheduler:
         """
         budget, before = self.limits.max_num_batched_tokens, self.preemptions
         chosen: dict[int, ScheduledChunk] = {}
+        allowed: PromptAllowance | None = None
         order = sorted(self.running, key=lambda r: (not r.is_decoding, r.priority, r.arrival))
         for request in order:
             if not budget or (self.preemptions != before and request not in self.running):
                 continue  # it waits for the next step, or was preempted for another sequence
-            if not request.is_decoding:
+            is_prompt = not request.is_decoding
+            if is_prompt:
                 budget -= self._add_drafts(chosen, budget)  # before prompts, whose chunks use up the budget
             count = min(request.remaining, budget, request.max_chunk_tokens)
+            if is_prompt:
+                allowed = allowed or self._allow_prompts(chosen)
+                count = allowed.take(request.computed, count)
             if request.stops:
                 count = limit_chunk(request, count, self.block_tokens)
             if count and self._reserve(request, request.computed + count, chosen):
                 chosen[id(request)] = ScheduledChunk(request, count)
                 budget -= count
         budget -= self._add_drafts(chosen, budget)
-        joined = 0 if self.preemptions == before else self.limits.max_new_sequences  # a preempted sequence waits a step
-        while budget and joined < self.limits.max_new_sequences and len(self.running) < self.limits.max_num_seqs:
-            candidate = self._next_waiting()
+        allowed = allowed or self._allow_prompts(chosen)
+        joins = self.limits.insertion.max_new_requests_per_step or self.limits.max_num_seqs
+        joins *= self.preemptions == before  # a preempted sequence waits a step
+        while budget and joins > 0 and len(self.running) < self.limits.max_num_seqs and not allowed.is_used_up:
+            candidate = _next_waiting(self.waiting, self.running)
             if candidate is None:
                 break
             max_tokens = min(budget, candidate.max_chunk_tokens)
             if not self._join(candidate, max_tokens):
                 break
-            joined += 1
-            count = min(candidate.remaining, max_tokens)
+            joins -= 1
+            count = max(1, allowed.take(candidate.computed, min(candidate.remaining, max_tokens)))
             if candidate.stops:
                 count = limit_chunk(candidate, count, self.block_tokens)
             chosen[id(candidate)] = ScheduledChunk(candidate, count)
             budget -= count
         return sorted(chosen.values(), key=lambda s: s.rows > FEW_TOKENS)
+
+    def _allow_prompts(self, chosen: dict[int, ScheduledChunk]) -> PromptAllowance:
+        """What prompts may have beside the sequences that decode, which are chosen already."""
+        decoding = [(s.rows, s.request.computed) for s in chosen.values()]
+        return PromptAllowance(self.limits.insertion, self.times, decoding)
 
     def _add_drafts(self, chosen: dict[int, ScheduledChunk], budget: int) -> int:
         """Add drafts to chosen chunks while the budget and the free blocks last; returns the number of tokens used.
@@ -217,13 +238,6 @@ class Scheduler:
         if self.states is not None and self.root is not None:
             most = min(most, -request.tokens % self.block_tokens)  # a step ends where a block does, to be found there
         return max(0, most)
-
-    def _next_waiting(self) -> Request | None:
-        """The next waiting request: by priority, preempted ones first, the tenant that runs least, arrival."""
-        if not self.waiting:
-            return None
-        runs = Counter(r.tenant for r in self.running)
-        return min(self.waiting, key=lambda r: (r.priority, r.preemptions == 0, runs[r.tenant], r.arrival))
 
     def _join(self, request: Request, max_tokens: int) -> bool:
         """Run a waiting sequence with a first chunk of up to `max_tokens` tokens, and give it blocks: cached ones for
@@ -362,3 +376,11 @@ class Scheduler:
         elif request in self.waiting:
             self.waiting.remove(request)
         self._alive.discard(request.request_id)
+
+
+def _next_waiting(waiting: Sequence[Request], running: Sequence[Request]) -> Request | None:
+    """The next waiting request: by priority, preempted ones first, the tenant that runs least, arrival."""
+    if not waiting:
+        return None
+    runs = Counter(r.tenant for r in running)
+    return min(waiting, key=lambda r: (r.priority, r.preemptions == 0, runs[r.tenant], r.arrival))

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 
 from inferplane.engine.loop import engine as engine_module
 from inferplane.engine.request.params import SamplingParams
+from inferplane.engine.schedule.insertion import Insertion
 from inferplane.errors import CapacityError
 from tests.unit.support.fake_model import V, engine, interrupted, right
 
@@ -41,7 +42,12 @@ POOLS = st.fixed_dictionaries(
         "block_tokens": st.sampled_from([1, 3, 4]),
         "max_num_seqs": st.integers(1, 5),
         "max_num_batched_tokens": st.sampled_from([1, 2, 5, 9, 64]),
-        "max_new_sequences": st.integers(1, 4),
+        "insertion": st.builds(
+            Insertion,
+            st.sampled_from([None, 1, 2, 4]),
+            st.sampled_from([None, None, 1, 3, 20]),
+            st.sampled_from([None, None, 1, 50, 10_000]),
+        ),
         "max_waiting": st.sampled_from([None, 6]),
         "enable_prefix_caching": st.booleans(),
         "script": st.sampled_from([None, "right", "wrong", "alternate", "junk"]),
@@ -87,6 +93,13 @@ class Histories(RuleBasedStateMachine):
             pool["recurrent"] = 0
         self.engine = engine(**pool, spec={"verify_strategy": "target_match"} if pool["script"] else None)
         self.engine.fail_for = self.fail_for
+        inner = self.engine.runner.run
+
+        def run(batch):
+            self.clock.now += 0.004 + 0.002 * len(batch.ids)  # so that targets are missed and met
+            return inner(batch)
+
+        self.engine.runner.run = run
 
     def fail_for(self, request):
         if self.interrupts and self.interrupts[0] == "run":

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from inferplane.engine.request.params import SamplingParams
+from inferplane.engine.schedule.insertion import Insertion
 from inferplane.errors import CapacityError, UsageError
 from tests.unit.support.fake_model import V, alone, engine, right
 
@@ -119,7 +120,7 @@ def test_a_step_of_both_kinds_puts_the_short_ones_first():
 
 
 def test_insertion_is_limited():
-    e = engine(64, max_new_sequences=2, max_num_seqs=5)
+    e = engine(64, insertion=Insertion(2), max_num_seqs=5)
     for p in some(9, 3):
         e.add(p, greedy(30))
     counts = []
@@ -153,7 +154,7 @@ def test_priorities_and_then_arrival():
 
 def test_tenants_take_turns():
     """One that queues twenty requests does not keep out one that queues two."""
-    e = engine(64, max_num_seqs=4, max_new_sequences=1)
+    e = engine(64, max_num_seqs=4, insertion=Insertion(1))
     many = [e.add(p, greedy(12), tenant="many") for p in some(20, 2)]
     few = [e.add(p, greedy(12), tenant="few") for p in some(2, 2)]
     for _ in range(4):
