@@ -7,6 +7,7 @@ import signal
 import socket
 import ssl
 from datetime import datetime, timedelta, timezone
+from ipaddress import ip_address
 
 import httpx
 import pytest
@@ -242,6 +243,7 @@ def certificate(folder) -> None:
 
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
+    names = [x509.DNSName("localhost"), x509.IPAddress(ip_address("127.0.0.1"))]
     now = datetime.now(timezone.utc)
     made = (
         x509.CertificateBuilder()
@@ -252,6 +254,7 @@ def certificate(folder) -> None:
         .not_valid_before(now - timedelta(days=1))
         .not_valid_after(now + timedelta(days=1))
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .sign(key, hashes.SHA256())
     )
     (folder / "cert.pem").write_bytes(made.public_bytes(serialization.Encoding.PEM))

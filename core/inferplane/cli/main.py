@@ -53,6 +53,9 @@ VERBS = {
 SETTINGS = ("serve", "config")
 """Verbs whose options are server settings, which variables and a file can set too."""
 
+SUBVERBS = {("bench", "serve")}
+"""Verbs of two words whose options are their own: modules in the package of the first."""
+
 DONE, FAILED, WRONG_USAGE, PIPE_CLOSED = 0, 1, 2, 141
 
 
@@ -118,8 +121,8 @@ def _is_stdout_error(error: OSError) -> bool:
 
 
 def verb_parser(verb: str) -> tuple[Parser, Any]:
-    """The parser of one verb, and its module."""
-    module = importlib.import_module(f"inferplane.cli.verbs.{verb}")
+    """The parser of one verb, and its module; `verb` is one of `VERBS`, or of `SUBVERBS` with a blank between."""
+    module = importlib.import_module(f"inferplane.cli.verbs.{verb.replace(' ', '.')}")
     parser = Parser(prog=f"{PROGRAM} {verb}", description=f"{module.__doc__}".strip())
     module.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -148,6 +151,8 @@ def _run(words: list[str], screen: Screen) -> int:
         return DONE
     if verb not in VERBS:
         raise _unknown(verb)
+    if (verb, *rest[:1]) in SUBVERBS:
+        verb, rest = f"{verb} {rest[0]}", rest[1:]
     parser, module = verb_parser(verb)
     try:
         args = parser.parse_all(rest, pass_on=getattr(module, "PASS_ON", None))

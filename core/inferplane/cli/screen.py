@@ -199,8 +199,8 @@ class Screen:
             yield Loading(phase, bar)
 
     @contextmanager
-    def progress_counter(self, what: str, total: int) -> Iterator[Callable[[], None]]:
-        """Show a progress bar over `total` items; each call of the yielded function counts one."""
+    def progress_counter(self, what: str, total: int | None) -> Iterator[Callable[[], None]]:
+        """Show a progress bar over `total` items, if it is known; each call of the yielded function counts one."""
         if self.json or not sys.stderr.isatty() or not self.err.is_terminal or self.err.is_dumb_terminal:
             yield lambda: None
             return

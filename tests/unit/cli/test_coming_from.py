@@ -10,12 +10,12 @@ from dataclasses import fields
 import pytest
 
 from inferplane import LLM, AsyncLLM, ChatResult, SamplingParams
-from inferplane.cli.main import VERBS, verb_parser
+from inferplane.cli.main import SUBVERBS, VERBS, verb_parser
 from inferplane.engine.request.other_engines import OTHER_OPTIONS, OTHER_VERBS, advice
 from inferplane.serving.settings import FIELDS
 from tests.unit.support.coming_from import PAGES, ROWS
 
-FLAGS = {flag for verb in VERBS for flag in verb_parser(verb)[0]._option_string_actions}
+FLAGS = {flag for verb in (*VERBS, *map(" ".join, SUBVERBS)) for flag in verb_parser(verb)[0]._option_string_actions}
 COMMANDS = [(row, code) for row in ROWS for code in row.code_here if "inferplane " in code]
 HUB_VARIABLES = {"HF_HOME", "HF_TOKEN"}
 METHODS = re.compile(r"(llm|result)\.(\w+)")
@@ -30,8 +30,8 @@ def test_there_is_a_page_for_each_engine_whose_users_ask():
 @pytest.mark.parametrize(("row", "command"), COMMANDS, ids=lambda value: value if isinstance(value, str) else "")
 def test_commands_parse(row, command):
     words = shlex.split(command.partition("inferplane ")[2])
-    parser = verb_parser(words[0])[0]
-    parser.parse_all(words[1:])
+    parts = 2 if tuple(words[:2]) in SUBVERBS else 1
+    verb_parser(" ".join(words[:parts]))[0].parse_all(words[parts:])
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.page} {row.there}")

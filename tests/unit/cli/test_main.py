@@ -14,7 +14,7 @@ import pytest
 
 from inferplane import __version__
 from inferplane.cli import arguments, main, screen
-from inferplane.cli.main import DONE, FAILED, INTERRUPTED, VERBS, WRONG_USAGE, verb_parser
+from inferplane.cli.main import DONE, FAILED, INTERRUPTED, SUBVERBS, VERBS, WRONG_USAGE, verb_parser
 from inferplane.cli.model_loading import summary_line
 from inferplane.cli.signals import Interrupt
 from inferplane.engine.request.results import Timings
@@ -47,19 +47,25 @@ def test_help_and_version(cli):
     assert cli("help", "ops")[1] == cli("ops", "--help")[1]
 
 
-@pytest.mark.parametrize("verb", VERBS)
+EVERY_VERB = (*VERBS, *map(" ".join, SUBVERBS))
+
+
+@pytest.mark.parametrize("verb", EVERY_VERB)
 def test_each_verb_explains_itself(cli, verb, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    code, out, _ = cli(verb, "--help")
+    code, out, _ = cli(*verb.split(), "--help")
     assert code == DONE
     assert out.startswith(f"usage: inferplane {verb} ")
     assert max(map(len, out.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", EVERY_VERB)
 def test_every_option_is_on_the_page(verb):
     page = (REPOSITORY / "docs" / "cli.md").read_text(encoding="utf-8")
-    section = page.split(f"\n## {verb}", 1)[1].split("\n## ")[0] + page.split("\n## Options", 1)[1].split("\n## ")[0]
+    section = (
+        page.split(f"\n## {verb}" if verb in VERBS else f"\n### {verb}", 1)[1].split("\n## ")[0]
+        + page.split("\n## Options", 1)[1].split("\n## ")[0]
+    )
     parser, _ = verb_parser(verb)
     options = {word for action in parser._actions for word in action.option_strings if word.startswith("--")}
     assert [word for word in sorted(options - {"--help"}) if f"`{word}" not in section] == []

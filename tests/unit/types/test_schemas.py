@@ -28,7 +28,8 @@ def check(name: str, data: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "version"), [("bench", 1), ("explain", 2), ("evidence", 1), ("lock", 1), ("estimate", 1)]
+    ("name", "version"),
+    [("bench", 1), ("bench_serve", 1), ("explain", 2), ("evidence", 1), ("lock", 1), ("estimate", 1)],
 )
 def test_schemas_are_schemas(name, version):
     jsonschema.Draft202012Validator.check_schema(SCHEMAS[name])

@@ -1,5 +1,7 @@
 """Measure a model on a device: latency of a batch, throughput of many requests, or start-up.
 
+`inferplane bench serve` measures a server over HTTP or gRPC, and has options of its own, which its --help lists.
+
 Prompts are random tokens of drawn lengths, or a dataset. Requests run on the engine itself, without a server.
 A table goes to standard output, or the figures with --json; --save and --html write files. docs/benchmarks.md defines
 every metric.

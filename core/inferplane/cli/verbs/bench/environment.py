@@ -22,7 +22,7 @@ def environment(llm: LLM) -> dict[str, Any]:
     state = runner.state
     assert state is not None and runner.cache is not None
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "date": report_date(),
         "model": llm.files.name,
         "device": llm.device,
         "device_name": state.name,
@@ -35,6 +35,11 @@ def environment(llm: LLM) -> dict[str, Any]:
         "machine": f"{platform.system()} {platform.machine()}",
         "versions": {"inferplane": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
+
+
+def report_date() -> str:
+    """Now in UTC, as the reports have it."""
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def plan_fingerprint(explained: dict[str, Any]) -> str:

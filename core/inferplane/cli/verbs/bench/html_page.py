@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from inferplane.cli.screen import plural
 from inferplane.cli.verbs.bench import plots, statistics
-from inferplane.cli.verbs.bench.job_runner import Trace
-from inferplane.cli.verbs.bench.measurements import Measurement
 from inferplane.cli.verbs.bench.plots import PlotLine
+
+if TYPE_CHECKING:
+    from inferplane.cli.verbs.bench.job_runner import Trace
+    from inferplane.cli.verbs.bench.measurements import Measurement
 
 BUCKETS = 60
 DISTRIBUTIONS = {
@@ -28,7 +30,7 @@ body{margin:0 auto;max-width:60rem;padding:1rem;background:var(--paper);color:va
 font:16px/1.5 system-ui,sans-serif}
 h1{font-size:1.5rem;margin:.5rem 0;overflow-wrap:anywhere}h2{font-size:1.1rem;margin:1.6rem 0 .4rem}
 p{color:var(--soft);margin:.2rem 0;overflow-wrap:anywhere}
-.wide{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums}
+.wide{overflow-x:auto;margin-bottom:.8rem}table{border-collapse:collapse;font-variant-numeric:tabular-nums}
 th,td{padding:.25rem .8rem .25rem 0;border-bottom:1px solid var(--rule);text-align:right;white-space:nowrap}
 th{color:var(--soft);font-weight:500}th:first-child,td:first-child{text-align:left}
 td.words{text-align:left;white-space:normal;overflow-wrap:anywhere}
@@ -37,6 +39,7 @@ svg{width:100%;height:auto;display:block}
 .grid{stroke:var(--rule)}.tick{fill:var(--soft);font-size:11px}.end,.legend{text-anchor:end}.mid{text-anchor:middle}
 .bar{fill:var(--a)}.mark{stroke:var(--b);stroke-dasharray:4 3;shape-rendering:crispEdges}
 .line{fill:none;stroke-width:1.6}
+.dot.c0{fill:var(--a)}.dot.c1{fill:var(--b)}
 .legend{font-size:12px}.line.c0{stroke:var(--a)}.line.c1{stroke:var(--b)}.legend.c0{fill:var(--a)}.legend.c1{fill:var(--b)}
 """
 
@@ -58,9 +61,14 @@ def page(measurement: Measurement, facts: Mapping[str, Any]) -> str:
         *_speculation(facts["speculation"]),
         *_distributions(measurement),
         *_over_time(measurement),
-        *_pairs("Environment", {**where, **{f"version of {k}": v for k, v in where["versions"].items()}}),
-        *_pairs("Options", measurement.options),
+        *pairs("Environment", {**where, **{f"version of {k}": v for k, v in where["versions"].items()}}),
+        *pairs("Options", measurement.options),
     ]
+    return document(title, body)
+
+
+def document(title: str, body: Iterable[str]) -> str:
+    """A whole page: a title and the parts of its body, which are HTML."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -68,7 +76,8 @@ def page(measurement: Measurement, facts: Mapping[str, Any]) -> str:
     )
 
 
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table of texts."""
     cells = "".join(f"<th>{escape(name)}</th>" for name in head)
     lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="wide"><table><tr>{cells}</tr>{lines}</table></div>'
@@ -77,7 +86,7 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 def _latencies(found: Mapping[str, Any]) -> list[str]:
     columns = ("min", "mean", "p50", "p90", "p95", "p99", "max")
     rows = [[name, *(f"{1e3 * s[c]:.2f}" for c in columns), f"{s['count']}"] for name, s in found.items() if s]
-    return ["<h2>Latencies in milliseconds</h2>", _table(("", *columns, "count"), rows)] if rows else []
+    return ["<h2>Latencies in milliseconds</h2>", table(("", *columns, "count"), rows)] if rows else []
 
 
 def _rates(measurement: Measurement) -> list[str]:
@@ -88,7 +97,7 @@ def _rates(measurement: Measurement) -> list[str]:
     rows = [[name, *(f"{s[c]:.4g}" for c in columns), s["unit"]] for name, s in found.items()]
     title = "Phases of a start" if measurement.kind == "startup" else "Rates"
     words = f"<h2>{title} over {plural(measurement.options['repeats'], 'repeat')}</h2>"
-    return [words, _table(("", *columns, "unit"), rows)] if rows else []
+    return [words, table(("", *columns, "unit"), rows)] if rows else []
 
 
 def _speculation(found: Mapping[str, Any] | None) -> list[str]:
@@ -99,7 +108,7 @@ def _speculation(found: Mapping[str, Any] | None) -> list[str]:
         for i, (d, a, share) in enumerate(zip(found["drafted"], found["accepted"], found["acceptance"]))
     ]
     each = f"<p>{found['tokens_per_verification']:.3f} tokens a verification</p>"
-    return ["<h2>Drafts by position</h2>", each, _table(("draft", "drafted", "accepted", "share"), rows)]
+    return ["<h2>Drafts by position</h2>", each, table(("draft", "drafted", "accepted", "share"), rows)]
 
 
 def _distributions(measurement: Measurement) -> list[str]:
@@ -109,11 +118,12 @@ def _distributions(measurement: Measurement) -> list[str]:
         found = measurement.latencies.get(name)
         if found:
             marks = [(mark, 1e3 * found[mark]) for mark in ("p50", "p99")]
-            out.append(_figure(title, plots.histogram([1e3 * v for v in values[name]], title, "ms", marks)))
+            out.append(figure(title, plots.histogram([1e3 * v for v in values[name]], title, "ms", marks)))
     return ["<h2>Distributions</h2>", *out] if out else []
 
 
-def _figure(title: str, svg: str) -> str:
+def figure(title: str, svg: str) -> str:
+    """A plot with its title."""
     return f"<figure><figcaption>{escape(title)}</figcaption>{svg}</figure>"
 
 
@@ -141,14 +151,15 @@ def _over_time(measurement: Measurement) -> list[str]:
         "Sequences in a step": (steps("batch"), "sequences"),
         f"KV blocks in use, of {total}": (steps("used_blocks"), "blocks"),
     }
-    figures = [_figure(title, plots.lines(each, title, "s", unit)) for title, (each, unit) in drawn.items()]
+    figures = [figure(title, plots.lines(each, title, "s", unit)) for title, (each, unit) in drawn.items()]
     return ["<h2>The last repeat over time</h2>", *figures]
 
 
-def _pairs(title: str, pairs: Mapping[str, Any]) -> list[str]:
+def pairs(title: str, values: Mapping[str, Any]) -> list[str]:
+    """A section with names and values."""
     rows = "".join(
         f'<tr><td>{escape(str(name))}</td><td class="words">{escape(str(value))}</td></tr>'
-        for name, value in pairs.items()
+        for name, value in values.items()
         if name != "versions"
     )
     return [f"<h2>{escape(title)}</h2>", f'<div class="wide"><table>{rows}</table></div>']

@@ -72,6 +72,27 @@ def lines(each: Sequence[PlotLine], title: str, x_unit: str, y_unit: str) -> str
     return frame.svg(drawn, [line.name for line in each])
 
 
+def curve(each: Sequence[PlotLine], labels: Sequence[str], title: str, x_unit: str, y_unit: str) -> str:
+    """Draw lines through a few labelled points, in the order given, over axes from 0.
+
+    Args:
+        each: lines with one point per label.
+        labels: of the points; shown beside those of the first line.
+        title: the label for screen readers.
+        x_unit: unit of the horizontal axis.
+        y_unit: unit of the vertical axis.
+    """
+    high_x = max((max(line.x) for line in each if line.x), default=1.0)
+    high_y = max((max(line.y) for line in each if line.y), default=1.0)
+    frame = _Frame(0, 1.08 * high_x or 1.0, 0, 1.08 * high_y or 1.0, title, x_unit, y_unit)
+    drawn = []
+    for i, line in enumerate(each):
+        drawn.append(frame.line(line, i))
+        drawn += [frame.dot(x, y, i, f"{line.name}, {label}") for x, y, label in zip(line.x, line.y, labels)]
+    drawn += [frame.label(x, y, label) for line in each[:1] for x, y, label in zip(line.x, line.y, labels)]
+    return frame.svg(drawn, [line.name for line in each])
+
+
 def thin_line(line: PlotLine) -> PlotLine:
     """Reduce a line to at most `MAX_POINTS` points: means of equally many neighbours."""
     many = -(-len(line.x) // MAX_POINTS)
@@ -107,6 +128,13 @@ class _Frame:
             f'<line class="mark" x1="{x}" x2="{x}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
             f'<text class="tick" x="{x + 3}" y="{TOP + 9}">{escape(name)}</text>'
         )
+
+    def dot(self, x: float, y: float, colour: int, words: str) -> str:
+        place = f'cx="{self.x(x)}" cy="{self.y(y)}"'
+        return f'<circle class="dot c{colour}" {place} r="3.5"><title>{escape(words)}</title></circle>'
+
+    def label(self, x: float, y: float, words: str) -> str:
+        return f'<text class="tick mid" x="{self.x(x)}" y="{self.y(y) + 16}">{escape(words)}</text>'
 
     def line(self, line: PlotLine, colour: int) -> str:
         some = thin_line(line)

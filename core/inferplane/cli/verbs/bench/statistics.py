@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean, median
-from typing import Any
+from statistics import fmean, median, stdev
+from typing import TYPE_CHECKING, Any
 
-from inferplane.cli.verbs.bench.job_runner import Trace
+if TYPE_CHECKING:
+    from inferplane.cli.verbs.bench.job_runner import Trace
 
 PERCENTILES = (50, 90, 95, 99)
+NORMAL_95 = 1.959964
+"""Half the width of the 95 % interval of a normal distribution, in standard deviations."""
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -33,6 +36,26 @@ def summary(values: Iterable[float], unit: str = "s") -> dict[str, Any] | None:
     found = {f"p{share}": percentile(ordered, share) for share in PERCENTILES}
     extremes = {"min": ordered[0], "max": ordered[-1]}
     return {"unit": unit, "count": len(ordered), "mean": fmean(ordered), **extremes, **found}
+
+
+def intervals(values: Sequence[float]) -> dict[str, list[float] | None]:
+    """The 95 % intervals of the mean and the percentiles of independent values; None where there are too few values.
+
+    The mean's is the normal one; those of percentiles lie between two of the values, by the binomial distribution of
+    how many are below a percentile, so they assume no distribution of the values.
+    """
+    ordered = sorted(values)
+    count = len(ordered)
+    found: dict[str, list[float] | None] = {"mean": None}
+    if count > 1:
+        margin = NORMAL_95 * stdev(ordered) / math.sqrt(count)
+        mean = fmean(ordered)
+        found["mean"] = [mean - margin, mean + margin]
+    for share in PERCENTILES:
+        middle, margin = count * share / 100, NORMAL_95 * math.sqrt(count * share * (100 - share)) / 100
+        low, high = math.floor(middle - margin) - 1, math.ceil(middle + margin)
+        found[f"p{share}"] = [ordered[low], ordered[high]] if low >= 0 and high < count else None
+    return found
 
 
 def spread(values: Sequence[float], unit: str) -> dict[str, Any]:
