@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 import platform
+import random
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import msgspec
 from inferplane import __version__
 from inferplane.cli.screen import Screen
 from inferplane.cli.verbs.bench.environment import report_date
+from inferplane.cli.verbs.bench.length_distribution import Lengths
 from inferplane.cli.verbs.bench.serve.arrivals import Process
 from inferplane.cli.verbs.bench.serve.datasets import Dataset
 from inferplane.cli.verbs.bench.serve.dialects import ENDPOINTS, BodyOptions, error_words
@@ -34,6 +36,7 @@ from inferplane.errors import EngineError, UsageError
 from inferplane.serving.lifecycle.descriptors import limit_connections, raise_limit
 
 AGENT = ("User-Agent", f"inferplane/{__version__}")
+ONE = Lengths("fixed", 1, 1)
 CHECK_S = 10.0
 """Seconds for the list of models."""
 MAX_CPU_SHARE = 0.8
@@ -50,8 +53,6 @@ async def measure(args: argparse.Namespace, options: LoadOptions, screen: Screen
         EngineError: the server cannot be reached, or does not answer the first request.
     """
     _check_descriptors(options)
-    import random
-
     texts = TextSource(random.Random(f"texts {args.seed}"), args.tokenizer)
     dataset = Dataset(options.dataset, texts, args.seed)
     if dataset.has_token_ids and options.endpoint == "chat":
@@ -74,7 +75,7 @@ async def measure(args: argparse.Namespace, options: LoadOptions, screen: Screen
     measurement = ServeMeasurement(environment, options.shown)
     try:
         with _interruptible(load):
-            await _warm_up(load, args.warmup, options, dataset, measurement)
+            await _warm_up(load, args.warmup, options, _make_warmup(options, args.seed), measurement)
             await _run_levels(load, options, dataset, measurement, screen)
     finally:
         await sender.disconnect()
@@ -149,6 +150,12 @@ def _names_of(answer: HttpAnswer) -> list[str]:
         return [entry["id"] for entry in listed["data"] if isinstance(entry["id"], str)]
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
         return []
+
+
+def _make_warmup(options: LoadOptions, seed: int) -> Dataset:
+    """Random prompts in place of the dataset's, of which a cache must not know any yet."""
+    texts = TextSource(random.Random(f"warmup texts {seed}"), None)
+    return Dataset(replace(options.dataset, path=None, conversation=ONE, think=0.0), texts, seed)
 
 
 async def _warm_up(

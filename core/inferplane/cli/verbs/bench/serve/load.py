@@ -8,13 +8,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from inferplane.cli.verbs.bench.serve.arrivals import Process, Rate, due_times
 from inferplane.cli.verbs.bench.serve.datasets import Dataset
 from inferplane.cli.verbs.bench.serve.dialects import READERS, BodyOptions, Messages, make_body
-from inferplane.cli.verbs.bench.serve.records import INTERRUPTED, LoadConversation, LoadRequest, RequestRecord
+from inferplane.cli.verbs.bench.serve.records import (
+    CONNECTION,
+    INTERRUPTED,
+    LoadConversation,
+    LoadRequest,
+    RequestRecord,
+)
 from inferplane.cli.verbs.bench.serve.senders import Sender, SendError
 
+PAUSE_S = 0.1
+"""Of a place whose connection failed: a server that has ended would otherwise be tried thousands of times a second."""
 CountTokens = Callable[[str], int]
 OnDone = Callable[[], None]
 
@@ -96,7 +105,7 @@ class Load:
     ) -> None:
         self.sender, self.options, self.on_done = sender, options, on_done
         self._endpoint, self._limit_s, self._count_tokens = endpoint, limit_s, count_tokens
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self.is_stopped = False
 
     def stop(self) -> None:
@@ -122,15 +131,15 @@ class Load:
         result.interrupted = self.is_stopped
         return result
 
-    def start(self, work: Callable[[], object], coroutine: asyncio.Task[None]) -> None:
+    def start(self, work: Callable[[], object], started: asyncio.Task[Any]) -> None:
         """Keep a task until it is done, and then call `work`."""
-        self._tasks.add(coroutine)
+        self._tasks.add(started)
 
-        def finish(task: asyncio.Task[None]) -> None:
+        def finish(task: asyncio.Task[Any]) -> None:
             self._tasks.discard(task)
             work()
 
-        coroutine.add_done_callback(finish)
+        started.add_done_callback(finish)
 
     async def send(self, request: LoadRequest, messages: Messages, record: RequestRecord, begun: float) -> None:
         """Send a request and fill its record; failures are recorded, not raised.
@@ -197,7 +206,9 @@ class _Level:
 
     async def _play_all(self) -> None:
         while (conversation := self._next()) is not None:
-            await self._play(conversation, None)
+            if await self._play(conversation, None) == CONNECTION:
+                with suppress(asyncio.CancelledError):  # `stop` ends the loop
+                    await asyncio.sleep(PAUSE_S)
 
     async def run_at_rate(self, rate: Rate) -> None:
         """Begin each conversation when it is due, also if others have not ended."""
@@ -209,7 +220,7 @@ class _Level:
         await self._wait([sending])
 
     async def _begin_when_due(self, due: Iterator[float], places: asyncio.Semaphore | None) -> None:
-        running: set[asyncio.Task[None]] = set()
+        running: set[asyncio.Task[str]] = set()
         try:
             for due_s in due:
                 if self._plan.duration_s is not None and due_s >= self._plan.duration_s:
@@ -238,7 +249,8 @@ class _Level:
             if isinstance(found, Exception):
                 raise found
 
-    async def _play(self, conversation: LoadConversation, due_s: float | None) -> None:
+    async def _play(self, conversation: LoadConversation, due_s: float | None) -> str:
+        """Send the requests of a conversation; the kind of failure that ended it, or ""."""
         messages: list[object] = []
         for number, request in enumerate(conversation.requests):
             if number and request.think_s:
@@ -246,10 +258,10 @@ class _Level:
                     await asyncio.sleep(request.think_s)
                 except asyncio.CancelledError:
                     self.result.not_sent += len(conversation.requests) - number
-                    return
+                    return INTERRUPTED
             if number and (self._load.is_stopped or self._is_over()):
                 self.result.not_sent += len(conversation.requests) - number
-                return
+                return ""
             messages.extend(request.messages)
             now = self.now()
             record = RequestRecord(request.output_tokens, due_s if due_s is not None and not number else now, now)
@@ -257,8 +269,9 @@ class _Level:
             await self._load.send(request, messages, record, self.begun)  # type: ignore[arg-type]
             if record.failure:
                 self.result.not_sent += len(conversation.requests) - number - 1
-                return
+                return record.failure
             if number + 1 < len(conversation.requests):
                 messages.append({"role": "assistant", "content": record.text})
             else:
                 record.text = ""  # a long run would hold every answer
+        return ""

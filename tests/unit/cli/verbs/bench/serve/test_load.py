@@ -163,6 +163,13 @@ def test_a_server_that_dies_in_the_middle(bench, prompts):
     )
 
 
+def test_a_place_whose_connection_failed_waits(bench, prompts):
+    with scripted() as server:
+        code, facts, _, _ = bench(server.url, *prompts(*(["close"] * 10)), "--concurrency", "2")
+    (level,) = facts["levels"]
+    assert code == 1 and level["counts"]["failures"]["connection"] == 10 and level["duration_s"] >= 4 * 0.1
+
+
 def test_ctrl_c_reports_what_was_measured(bench, prompts):
     with scripted() as server:
         words = prompts(*(["ok"] * 5), *(["hang"] * 5))
@@ -238,6 +245,15 @@ def test_keys_headers_and_extra_fields(bench, monkeypatch):
     )
     assert "max_tokens" not in body and body["model"] == "a" and server.bodies[-1]["model"] == "b"
     assert "sesame" not in json.dumps(facts) + out + err
+
+
+def test_a_warm_up_takes_none_of_the_datasets_prompts(bench, prompts):
+    with scripted() as server:
+        words = [word for word in prompts("ok a", "ok b", "ok c") if word not in ("--warmup", "0")]
+        code, facts, _, err = bench(server.url, *words, "--warmup", "3")
+    sent = [body["messages"][0]["content"] for body in server.bodies]
+    assert code == 0 and len(sent) == 6 and sorted(sent[3:]) == ["ok a", "ok b", "ok c"] and len(set(sent)) == 6
+    assert "more than once" not in err and facts["levels"][0]["counts"]["sent"] == 3
 
 
 def test_conversations_send_the_answers_back(bench):
