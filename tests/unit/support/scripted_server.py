@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import threading
 from collections.abc import Iterator
@@ -82,7 +83,7 @@ class ScriptedServer:
         self._tasks.add(task)
         self.opened += 1
         try:
-            while True:
+            for number in itertools.count():
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
                 self.heads.append(head)
                 if head.startswith("GET"):
@@ -91,6 +92,8 @@ class ScriptedServer:
                 length = next(int(x[15:]) for x in head.lower().splitlines() if x.startswith("content-length:"))
                 body = json.loads(await reader.readexactly(length))
                 self.bodies.append(body)
+                if self.script == "once" and number:
+                    return
                 text = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
                 if await self._answer(self.script or text.split()[0], body, writer):
                     return
@@ -118,6 +121,9 @@ class ScriptedServer:
         if what == "moved":
             writer.write(plain(307, {}, "Location: https://elsewhere/"))
             return False
+        if what == "hostile":
+            writer.write(plain(500, {"error": {"message": "a\x1b[2Jb\x07"}}))
+            return False
         line_end = "\r\n" if what == "crlf" else "\n"
         events = [": a comment\n\n", event({"choices": [{"index": 0, "delta": {"role": "assistant"}}]}, line_end)]
         events += [event(delta(text), line_end) for text in TEXTS]
@@ -126,7 +132,7 @@ class ScriptedServer:
                 await asyncio.sleep(0.01)
                 writer.write((STREAM.encode() if text is events[0] else b"") + chunk(text))
             events = []
-        else:
+        elif what not in ("old", "sized"):
             writer.write(STREAM.encode())
         if what == "stall":
             writer.write(chunk("".join(events)))
@@ -144,6 +150,12 @@ class ScriptedServer:
             if what not in ("uncounted",):
                 events.append(event({"choices": [], "usage": USAGE}, line_end))
             events.append(event("[DONE]", line_end))
+        if what in ("old", "sized"):
+            data = "".join(events).encode()
+            head = "HTTP/1.0 200 OK" if what == "old" else f"HTTP/1.1 200 OK\r\nContent-Length: {len(data)}"
+            writer.write(f"{head}\r\nContent-Type: text/event-stream\r\n\r\n".encode() + data)
+            await writer.drain()
+            return what == "old"
         data = b"".join(chunk(text) for text in events) + b"0\r\n\r\n"
         if what == "pieces":
             for at in range(len(data)):

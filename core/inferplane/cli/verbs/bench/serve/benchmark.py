@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from inferplane import __version__
-from inferplane.cli.screen import Screen
+from inferplane.cli.screen import Screen, escape_controls
 from inferplane.cli.verbs.bench.environment import report_date
 from inferplane.cli.verbs.bench.length_distribution import Lengths
 from inferplane.cli.verbs.bench.serve.arrivals import Process
@@ -54,7 +54,8 @@ async def measure(args: argparse.Namespace, options: LoadOptions, screen: Screen
     """
     _check_descriptors(options)
     texts = TextSource(random.Random(f"texts {args.seed}"), args.tokenizer)
-    dataset = Dataset(options.dataset, texts, args.seed)
+    requests = [plan.max_requests for plan in options.levels]
+    dataset = Dataset(options.dataset, texts, args.seed, None if None in requests else sum(n or 0 for n in requests))
     if dataset.has_token_ids and options.endpoint == "chat":
         raise UsageError("The dataset has token ids, which a chat cannot have.", remedy="pass --endpoint completions")
     environment = _describe(options)
@@ -141,13 +142,15 @@ async def _look_up(client: HttpClient, model: str | None) -> dict[str, Any]:
         if 300 <= answer.status < 400:
             where += f" redirects to {answer.headers.get('location', 'an unnamed place')}, and"
         raise UsageError(f"{where} lists no model (status {answer.status}).", remedy="check --url, or pass --model")
-    return {"model": model if model is not None else names[0], "server": answer.headers.get("server", "")}
+    # What a server sends goes to the terminal: no control characters.
+    server = escape_controls(answer.headers.get("server", ""))
+    return {"model": model if model is not None else names[0], "server": server}
 
 
 def _names_of(answer: HttpAnswer) -> list[str]:
     try:
         listed = msgspec.json.decode(answer.body) if answer.status == 200 else {}
-        return [entry["id"] for entry in listed["data"] if isinstance(entry["id"], str)]
+        return [entry["id"] for entry in listed["data"] if isinstance(entry["id"], str) and entry["id"].isprintable()]
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
         return []
 

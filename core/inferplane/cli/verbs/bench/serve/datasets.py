@@ -60,13 +60,14 @@ class Dataset:
         options: what it is made of.
         texts: makes and counts texts.
         seed: of its order and its lengths.
+        enough: most conversations of a ShareGPT file that are needed; None: all of it.
 
     Raises:
         UsageError: the file cannot be read, or holds no entry that can be used.
     """
 
-    def __init__(self, options: DatasetOptions, texts: TextSource, seed: int) -> None:
-        self._options, self._texts = options, texts
+    def __init__(self, options: DatasetOptions, texts: TextSource, seed: int, enough: int | None = None) -> None:
+        self._options, self._texts, self._enough = options, texts, enough
         self._source = random.Random(f"dataset {seed}")
         self.left_out = 0
         self.repeats = 0
@@ -111,7 +112,7 @@ class Dataset:
 
     def _read(self, path: Path) -> list[LoadConversation]:
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             words = error.strerror if isinstance(error, OSError) else error
             raise UsageError(f"Dataset {path} cannot be read: {words}.", remedy="pass a file of UTF-8 text") from error
@@ -133,8 +134,12 @@ class Dataset:
             raise UsageError(
                 f"Dataset {path} is no list in JSON: {error}.", remedy="see docs/cli.md, bench serve"
             ) from error
-        found = []
-        for number, entry in enumerate(entries):
+        found: list[LoadConversation] = []
+        numbered = list(enumerate(entries))
+        self._source.shuffle(numbered)
+        for number, entry in numbered:
+            if self._enough is not None and len(found) >= self._enough:
+                break  # counting the tokens of a large file takes minutes
             if isinstance(entry, list) and len(entry) == 3 and isinstance(entry[0], str):
                 outputs = self._options.outputs
                 tokens = outputs.draw(self._source) if outputs else max(1, int(entry[2]))
@@ -151,7 +156,6 @@ class Dataset:
                 found.append(LoadConversation(requests))
             else:
                 self.left_out += 1
-        self._source.shuffle(found)
         return found
 
     def _exchanges(self, recorded: Sequence[tuple[str, str]]) -> list[LoadRequest]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from inferplane.cli.screen import escape_controls
 from inferplane.cli.verbs.bench.serve.event_stream import EventStream, LineStream, StreamError
 from inferplane.cli.verbs.bench.serve.records import KIND_OF_STATUS, OTHER, LoadRequest
 
@@ -267,7 +268,7 @@ def error_words(body: Any) -> str:
         )
         body = inner if inner is not None else msgspec.json.encode(body).decode()
     text = body if isinstance(body, str) else msgspec.json.encode(body).decode()
-    return " ".join(text.split())[:300]
+    return escape_controls(" ".join(text.split())[:300])
 
 
 def failure_of_status(status: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -30,12 +31,12 @@ REQUEST_FIELDS = (
 )
 
 
-def latencies(records: Sequence[RequestRecord]) -> dict[str, list[float]]:
+def latencies(records: Sequence[RequestRecord]) -> dict[str, Sequence[float]]:
     """Return the latencies of requests that ended, and every gap of theirs, in seconds."""
     ended = [record for record in records if not record.failure]
     return {
         "ttft": [value for record in ended if (value := record.ttft_s) is not None],
-        "itl": [gap for record in ended for gap in record.gaps_s],
+        "itl": array("d", (gap for record in ended for gap in record.gaps_s)),
         "tpot": [value for record in ended if (value := record.tpot_s) is not None],
         "e2e": [value for record in ended if (value := record.e2e_s) is not None],
     }

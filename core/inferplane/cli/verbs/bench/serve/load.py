@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -160,7 +161,7 @@ class Load:
         except asyncio.CancelledError:
             record.fail(INTERRUPTED, "the user interrupted the run")
         record.finished_s = time.perf_counter() - begun
-        record.arrivals = [at - begun for at in reader.arrivals]
+        record.arrivals = array("d", (at - begun for at in reader.arrivals))  # a long run has millions
         record.finish_reason, record.text = reader.finish_reason, "".join(reader.parts)
         record.prompt_tokens = reader.prompt_tokens or 0
         if reader.output_tokens is not None:

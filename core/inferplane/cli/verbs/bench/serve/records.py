@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from inferplane.cli.screen import escape_controls
 
 REFUSED, TIMEOUT, CONNECTION, BROKEN, INTERRUPTED, OTHER = (
     *("refused", "timeout", "connection", "broken_stream", "interrupted", "other"),
@@ -69,7 +72,7 @@ class RequestRecord:
     requested_tokens: int
     due_s: float
     sent_s: float
-    arrivals: list[float] = field(default_factory=list)
+    arrivals: array[float] = field(default_factory=lambda: array("d"))
     finished_s: float = 0.0
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -82,7 +85,7 @@ class RequestRecord:
     def fail(self, kind: str, error: str) -> None:
         """Record that the request failed; the first failure counts."""
         if not self.failure:
-            self.failure, self.error = kind, " ".join(error.split())[:300]
+            self.failure, self.error = kind, escape_controls(" ".join(error.split())[:300])
 
     @property
     def ttft_s(self) -> float | None:

@@ -138,6 +138,12 @@ def test_a_file_is_shuffled_by_its_seed_and_begins_again(tmp_path):
     assert len({c.requests[0].messages[-1]["content"] for c in first}) == 40
 
 
+def test_of_a_large_file_no_more_is_read_than_is_needed(sharegpt):
+    options = DatasetOptions(sharegpt, Lengths("fixed", 8, 8), None)
+    some = Dataset(options, TextSource(random.Random(0), None), 0, enough=1)
+    assert some.entries == dataset(sharegpt).entries[:1] and some.left_out <= 3
+
+
 def test_the_source_systems_filtered_list(tmp_path):
     path = tmp_path / "filtered.json"
     path.write_text(json.dumps([["a prompt", 3, 17], ["another", 2, 5]]))

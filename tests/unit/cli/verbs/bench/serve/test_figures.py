@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from array import array
 from statistics import fmean
 
 import pytest
@@ -22,7 +23,7 @@ PLAN = LevelPlan(4, None, Process(1.0), 5, None)
 def record(
     sent: float, *arrivals: float, tokens: int | None = None, failure: str = "", prompt: int = 10
 ) -> RequestRecord:
-    made = RequestRecord(8, sent, sent, list(arrivals), arrivals[-1] if arrivals else sent + 1, prompt)
+    made = RequestRecord(8, sent, sent, array("d", arrivals), arrivals[-1] if arrivals else sent + 1, prompt)
     made.output_tokens, made.counted_by = len(arrivals) if tokens is None else tokens, "usage"
     if failure:
         made.fail(failure, f"it was {failure}")

@@ -88,11 +88,26 @@ def test_what_ends_is_measured(bench, prompts):
     assert server.opened <= 3, "connections are reused: one for the list of models, and one for each place"
 
 
-@pytest.mark.parametrize("form", ["pieces", "crlf"])
+@pytest.mark.parametrize("form", ["pieces", "crlf", "old", "sized"])
 def test_forms_of_streams(form, bench, prompts):
     with scripted() as server:
         code, facts, _, _ = bench(server.url, *prompts(form, form))
     assert code == 0 and facts["levels"][0]["counts"]["ended"] == 2 and facts["levels"][0]["tokens"]["output"] == 6
+
+
+def test_a_connection_that_the_server_closes_while_idle_is_no_failure(bench, prompts):
+    with scripted(script="once") as server:
+        code, facts, _, _ = bench(server.url, *prompts(*(["ok"] * 6)), "--concurrency", "2")
+    assert code == 0 and facts["levels"][0]["counts"]["ended"] == 6 and server.opened >= 6
+
+
+def test_control_characters_of_a_server_reach_no_terminal(bench, prompts):
+    with scripted(models=("a\x1b[2J", "b")) as server:
+        _, facts, out, err = bench(server.url, *prompts("hostile"))
+        assert facts["environment"]["model"] == "b" and "\x1b" not in out + err and "b" in out
+        server.script = "hostile"
+        code, _, out, err = bench(server.url)
+    assert code == 1 and "did not answer the first request: 500: a" in err and "\x1b" not in out + err
 
 
 EXPECTED = {
