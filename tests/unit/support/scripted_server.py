@@ -10,7 +10,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-USAGE = {"prompt_tokens": 5, "completion_tokens": 3}
+USAGE = {"prompt_tokens": 5, "completion_tokens": 4}
+"""One more than there are events: an event may have several tokens."""
 TEXTS = ["one ", "two ", "three"]
 STREAM = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 

@@ -78,9 +78,9 @@ def test_what_ends_is_measured(bench, prompts):
     }
     assert level["requests_running"]["max"] == 2
     for one in level["requests"]:
-        assert one["e2e_s"] == pytest.approx(one["ttft_s"] + 2 * one["tpot_s"]) and one["finish_reason"] == "stop"
+        assert one["e2e_s"] == pytest.approx(one["ttft_s"] + 3 * one["tpot_s"]) and one["finish_reason"] == "stop"
     assert level["rates"]["requests"]["value"] == pytest.approx(6 / level["duration_s"])
-    assert level["rates"]["output_tokens"]["value"] == pytest.approx(18 / level["duration_s"])
+    assert level["rates"]["output_tokens"]["value"] == pytest.approx(24 / level["duration_s"])
     assert level["rates"]["goodput"]["value"] == 0 == level["counts"]["met_targets"]
     assert "6 requests sent" in out and "6 ended, 0 failed" in out and "time to first token" in out
     assert server.bodies[0]["stream"] is True and server.bodies[0]["stream_options"] == {"include_usage": True}
@@ -92,7 +92,7 @@ def test_what_ends_is_measured(bench, prompts):
 def test_forms_of_streams(form, bench, prompts):
     with scripted() as server:
         code, facts, _, _ = bench(server.url, *prompts(form, form))
-    assert code == 0 and facts["levels"][0]["counts"]["ended"] == 2 and facts["levels"][0]["tokens"]["output"] == 6
+    assert code == 0 and facts["levels"][0]["counts"]["ended"] == 2 and facts["levels"][0]["tokens"]["output"] == 8
 
 
 def test_a_connection_that_the_server_closes_while_idle_is_no_failure(bench, prompts):
