@@ -151,8 +151,9 @@ def _run(words: list[str], screen: Screen) -> int:
         return DONE
     if verb not in VERBS:
         raise _unknown(verb)
-    if (verb, *rest[:1]) in SUBVERBS:
-        verb, rest = f"{verb} {rest[0]}", rest[1:]
+    first = next((i for i, word in enumerate(rest) if word not in ("--json", "--debug")), 0)
+    if (verb, *rest[first : first + 1]) in SUBVERBS:
+        verb, rest = f"{verb} {rest[first]}", [*rest[:first], *rest[first + 1 :]]
     parser, module = verb_parser(verb)
     try:
         args = parser.parse_all(rest, pass_on=getattr(module, "PASS_ON", None))

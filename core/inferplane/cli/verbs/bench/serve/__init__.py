@@ -20,6 +20,7 @@ from inferplane.cli.verbs.bench.serve import arrivals
 from inferplane.cli.verbs.bench.serve.dialects import ENDPOINTS
 from inferplane.cli.verbs.bench.serve.options import CONCURRENCY, REQUESTS, TIMEOUT_S, URL, WARMUP, read_options
 from inferplane.cli.verbs.bench.serve.presets import PRESETS, WORDS, apply_preset
+from inferplane.errors import UsageError
 
 FAILED = 1
 
@@ -27,6 +28,7 @@ FAILED = 1
 def add_arguments(parser: Parser) -> None:
     """Options of `bench serve`."""
     parser.usage = f"{parser.prog} [--url URL] [options]"
+    parser.add_argument("models", nargs="*", help=argparse.SUPPRESS)  # refused with what to do in its place
     _add_server(parser)
     _add_prompts(parser)
     _add_load(parser)
@@ -109,6 +111,11 @@ def _add_load(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, screen: Screen) -> int:
     """Check the options, measure, report."""
+    if args.models:
+        raise UsageError(
+            f"bench serve measures a server that runs, and takes no model: {args.models[0]!r}.",
+            remedy="start one, as with `inferplane serve MODEL`, and pass its address as --url",
+        )
     args = apply_preset(args)
     options = read_options(args)
     from inferplane.cli.verbs.bench.serve import report

@@ -97,7 +97,7 @@ def _check_range(args: argparse.Namespace, name: str, minimum: int) -> None:
 
 
 def _list_shown(args: argparse.Namespace) -> dict[str, Any]:
-    hidden = (*SECRET, "json", "save", "html", "debug")
+    hidden = (*SECRET, "models", "json", "save", "html", "debug")
     plain = {name: value for name, value in vars(args).items() if name not in hidden and value is not None}
     return {name: value if isinstance(value, (int, float, list)) else str(value) for name, value in plain.items()}
 

@@ -408,6 +408,13 @@ def test_a_list_without_models_and_a_first_request_that_fails(bench):
     )
 
 
+def test_a_model_in_place_of_a_url_and_options_before_the_verb(bench, capsys):
+    code, _, _, err = bench("http://127.0.0.1:9", "demo")
+    assert code == 2 and "takes no model: 'demo'" in err and "pass its address as --url" in err
+    assert main.main(["bench", "--json", "serve", "--requests", "0"]) == 2
+    assert json.loads(capsys.readouterr().err)["error"]["what"].startswith("--requests 0")
+
+
 def test_more_connections_than_open_files(bench, monkeypatch):
     monkeypatch.setattr("inferplane.cli.verbs.bench.serve.benchmark.limit_connections", lambda number: min(number, 100))
     code, _, _, err = bench("http://127.0.0.1:1", "--concurrency", "1000")
