@@ -41,7 +41,7 @@ def folders(tmp_path_factory):
 
 
 def spec(folders, method, model="mla_moe", drafts=3, **more):
-    found = {"method": method, "num_speculative_tokens": drafts, **more}
+    found = {"method": method, "num_speculative_tokens": drafts, "only_if_faster": False, **more}
     if method in ("eagle", "draft_model"):
         found["model"] = folders / f"{model}-{method}"
     return found
@@ -119,6 +119,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(model, folders):
             "method": "draft",
             "model": folders / model,
             "num_speculative_tokens": drafts,
+            "only_if_faster": False,
         }
         with LLM(folders / model, device="cpu", dtype="float32", speculative_config=config) as llm:
             got = llm.generate(prompts(160, (20, 5, 33)), SamplingParams(max_tokens=41, **GREEDY))

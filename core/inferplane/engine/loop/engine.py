@@ -19,7 +19,7 @@ from inferplane.engine.request.state import Request
 from inferplane.engine.request.text import Detokenizer
 from inferplane.engine.runner.model_runner import Runner
 from inferplane.engine.sampling.sampler import Sampler
-from inferplane.engine.schedule.insertion import UNLIMITED, Insertion
+from inferplane.engine.schedule.insertion import UNLIMITED, Insertion, StepWork
 from inferplane.engine.schedule.scheduler import Limits, ScheduledChunk, Scheduler, count_work
 from inferplane.engine.speculate import SpeculativeConfig, Speculator, VerifiedChunk
 from inferplane.errors import CapacityError, EngineError, UsageError, in_words, warn
@@ -171,10 +171,10 @@ class Engine:
             if c.request.started is None:
                 c.request.started = begun
                 self.metrics.observe("request_queue_time_seconds", begun - c.request.arrived)
-        scheduled, work = time.monotonic(), count_work(chunks)
+        scheduled, work, made = time.monotonic(), count_work(chunks), self.metrics.counters["generation_tokens_total"]
         touched += self._step(chunks)
         ended = time.monotonic()
-        self.scheduler.times.observe(work, ended - begun)
+        _observe_times(self, work, len(chunks), made, ended - begun)
         self.metrics.observe("schedule_commit_time_seconds", scheduled - begun + self._commit_s)
         self.metrics.observe("step_time_seconds", ended - begun)
         self.metrics.counters["steps_total"] += 1
@@ -328,3 +328,11 @@ class Engine:
             prefix_cache_queries_total=s.prefix_queries_tokens,
             prefix_cache_hits_total=s.prefix_hits_tokens,
         )
+
+
+def _observe_times(engine: Engine, work: StepWork, sequences: int, made: int, seconds: float) -> None:
+    """Let what limits prompts and drafts know how long a step took; `made` counts tokens generated before it."""
+    engine.scheduler.times.observe(work, seconds)
+    if engine.speculator is not None and not work.prompt_tokens:
+        tokens = engine.metrics.counters["generation_tokens_total"] - made
+        engine.speculator.lengths.observe_step(sequences, tokens, seconds)

@@ -23,6 +23,8 @@ from inferplane.types.batch import HostLens, Query, make_batch
 
 Reserve = Callable[[Request, int], bool]
 """`(request, tokens) -> bool`: gives a sequence blocks for `tokens` tokens, if there are enough."""
+MOST_MISSING = 1024
+"""Tokens that a draft model reads at once to draft again; sequences that lack more go on without drafts."""
 Forward = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """`(batch, hidden) -> (logits, hidden)` of the network that drafts."""
 
@@ -47,6 +49,7 @@ class NetworkProposer(Proposer):
         reserve: see `Reserve`.
     """
 
+    trial_tokens = 32
     uses_hidden = True
     """Whether `forward` reads hidden states; otherwise they may be those of other rows."""
     waits_for_tokens = False
@@ -56,6 +59,8 @@ class NetworkProposer(Proposer):
 
     def __init__(self, block_tokens: int, device: str, reserve: Reserve) -> None:
         self.block_tokens, self.device, self.reserve = block_tokens, device, reserve
+        self.missing: dict[int | str, int] = {}
+        """First token of a sequence without entries, by request: none are written of one that decodes in a pause."""
 
     def first_input(self, index: int, chunk: VerifiedChunk, max_drafts: int) -> ForwardInput | None:
         """The input of one sequence to the first forward, which writes the entries that are still missing; None: none
@@ -67,6 +72,10 @@ class NetworkProposer(Proposer):
             max_drafts: maximum number of drafts; above 0 the input's last row gets logits, for the first draft.
         """
         raise NotImplementedError
+
+    def forget(self, request: Request) -> None:
+        """See `Proposer.forget`."""
+        self.missing.pop(request.request_id, None)
 
     def forward(self, batch: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the network over a batch, writing its entries into the network's cache: logits `[R, V]` of the rows that
@@ -241,11 +250,19 @@ class DraftLayerProposer(NetworkProposer):
         limit, vocab, report = runner.max_model_len, runner.model.vocab, runner.report_wrong_capture
         self.steps = DecodeSteps(runner.backend, self.layer, cache, limit, decode.sizes, reason, vocab, report)
 
-    def first_input(self, index: int, chunk: VerifiedChunk, max_drafts: int) -> ForwardInput:
+    def first_input(self, index: int, chunk: VerifiedChunk, max_drafts: int) -> ForwardInput | None:
         """All accepted rows of the sequence, with the token after each: the layer's entries for them were computed from
-        drafted hidden states, or not at all. `index` and `max_drafts`: see `NetworkProposer.first_input`.
+        drafted hidden states, or not at all. None for one that decodes in a pause; it gets no drafts any more, since
+        the layer would need hidden states that are gone. `index` and `max_drafts`: see `NetworkProposer.first_input`.
         """
-        ids = chunk.request.slice(chunk.first + 1, chunk.first + chunk.rows + 1)
+        request = chunk.request
+        if self.missing.get(request.request_id, chunk.first) < chunk.first:
+            return None  # the hidden states of what lacks entries are not known any more
+        if self.is_paused and not max_drafts and chunk.rows <= FEW_TOKENS and request.generated:
+            self.missing[request.request_id] = chunk.first
+            return None
+        self.missing.pop(request.request_id, None)
+        ids = request.slice(chunk.first + 1, chunk.first + chunk.rows + 1)
         blocks = self.blocks(chunk.blocks, chunk.first + chunk.rows)
         return ForwardInput(index, Query(ids, chunk.first, blocks, 1 if max_drafts else 0), chunk.row)
 
@@ -293,9 +310,15 @@ class DraftModelProposer(NetworkProposer):
         stop = chunk.first + chunk.rows + (1 if max_drafts else 0)
         # It ran on the token before the drafts and on all drafts but the last; the accepted ones have right entries.
         start = chunk.first + (1 + min(chunk.num_accepted, chunk.num_drafts - 1) if chunk.num_drafts else 0)
-        if start >= stop:
+        request = chunk.request
+        start = min(start, self.missing.get(request.request_id, start))
+        if self.is_paused and not max_drafts and chunk.rows <= FEW_TOKENS and request.generated:
+            self.missing[request.request_id] = start
             return None
-        query = Query(chunk.request.slice(start, stop), start, self.blocks(chunk.blocks, stop), 1 if max_drafts else 0)
+        if start >= stop or stop - start > MOST_MISSING:
+            return None
+        self.missing.pop(request.request_id, None)
+        query = Query(request.slice(start, stop), start, self.blocks(chunk.blocks, stop), 1 if max_drafts else 0)
         return ForwardInput(index, query, chunk.row)
 
     def forward(self, batch: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,11 @@ class VerifiedChunk:
 class Proposer:
     """Drafts the next tokens of sequences."""
 
+    trial_tokens = sys.maxsize
+    """Most generated tokens of a sequence for which drafting may begin again at little cost."""
+    is_paused = False
+    """Whether drafting does not pay now; sequences may lack what later drafts would need."""
+
     def propose(
         self, chunks: Sequence[VerifiedChunk], max_drafts: Sequence[int], hidden: torch.Tensor
     ) -> list[list[int]]:
@@ -58,3 +64,6 @@ class Proposer:
         Their blocks are released, and may be found again by their content, but are not in use again yet. Proposers
         without a cache have nothing to write.
         """
+
+    def forget(self, request: Request) -> None:
+        """Drop what is known of a request that has ended."""

@@ -14,9 +14,11 @@ from inferplane.engine.schedule.scheduler import ScheduledChunk, Scheduler
 from inferplane.engine.speculate.adaptive import AdaptiveLength
 from inferplane.engine.speculate.captured_steps import CapturedSteps, DraftedStep
 from inferplane.engine.speculate.config import SpeculativeConfig
+from inferplane.engine.speculate.control import DraftControl
 from inferplane.engine.speculate.network import DraftLayerProposer, DraftModelProposer
 from inferplane.engine.speculate.ngram import NgramProposer
 from inferplane.engine.speculate.proposer import Proposer, VerifiedChunk
+from inferplane.engine.speculate.verify import needs_probabilities
 from inferplane.engine.speculate.verify_and_draft import VerifyAndDraft
 from inferplane.errors import UsageError
 
@@ -37,8 +39,14 @@ class Speculator:
 
     def __init__(self, config: SpeculativeConfig, runner: Runner, scheduler: Scheduler) -> None:
         self.config, self.scheduler = config, scheduler
-        self.lengths = AdaptiveLength(config.num_speculative_tokens, config.adaptive)
         self.proposer = make_proposer(config, runner, scheduler)
+        most, preserves = config.num_speculative_tokens, not needs_probabilities(config)
+        control = (
+            DraftControl(most, self.proposer.trial_tokens, preserves)
+            if config.adaptive and config.only_if_faster
+            else None
+        )
+        self.lengths = AdaptiveLength(most, config.adaptive, control)
         self.captured_steps: CapturedSteps | None = None
         if isinstance(self.proposer, DraftLayerProposer):
             assert runner.decode is not None
@@ -75,6 +83,7 @@ class Speculator:
         are the hidden states of the step that `chunks` describe. For steps that were not run by `run`.
         """
         alive = [c for c in chunks if c.request.finish_reason is None and c.request.blocks]
+        self.proposer.is_paused = self.lengths.is_paused
         # A sequence that failed may have fewer tokens than rows, and none of its blocks was published.
         ended = [c for c in chunks if c.request.finish_reason in ("stop", "length")]
         if ended:
@@ -96,6 +105,7 @@ class Speculator:
     def forget(self, request: Request) -> None:
         """Drop what is known about a request that has ended."""
         self.lengths.forget(request)
+        self.proposer.forget(request)
 
 
 def make_proposer(config: SpeculativeConfig, runner: Runner, scheduler: Scheduler) -> Proposer:
