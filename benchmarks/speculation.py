@@ -3,12 +3,17 @@
     python benchmarks/speculation.py                          # all methods on the demo model
     python benchmarks/speculation.py --methods eagle --json
     python benchmarks/speculation.py --temperature 0.8 --turns 0  # acceptance alone, of sampled text
+    python benchmarks/speculation.py --batches 1 8 32 128 --methods ngram mtp draft --dtype bfloat16
 
 Prompts are parts of files that neither the demo model nor its drafters were trained on (`tools/demo/demo_data.py`), and
 for n-grams also ones that the model goes on with by repeating them. Acceptance is counted with a fixed number of
 drafts, speed measured with the adaptive one. Each turn runs plain decoding and every method one after the other on the
 same prompts, one at a time, so that what else runs on the machine meets all of them; a turn's ratio is taken within it.
 Greedy tokens of every method are checked to be those of plain decoding.
+
+With `--batches` only so many sequences at once are measured, each with and without drafts in one run. The bar is that
+drafting never costs: at least 0.97 of plain decoding's tokens a second. What a method learns about a size of batch
+takes hundreds of steps; the first turn is not counted.
 """
 
 from __future__ import annotations
@@ -35,6 +40,7 @@ METHODS = {
     "mtp": {"method": "mtp"},
     "eagle": {"method": "eagle", "model": "demo-eagle"},
 }
+BAR = 0.97
 DRAFTS = {"ngram": 7, "draft": 3, "mtp": 2, "eagle": 3}
 """Most drafts of each method when speed is measured: more cost more than they bring, on this model and a processor."""
 
@@ -63,6 +69,44 @@ def repeated(prompts, texts, width=8):
     return sum(any(p[i : i + width] == piece for i in range(len(p))) for p, piece in pieces) / len(pieces)
 
 
+def at_once(llm, prompts, most, clock):
+    """Tokens a second while all prompts decode together."""
+    params = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True)
+    requests = [llm.add(prompt, params) for prompt in prompts]
+    while any(not r.generated for r in requests):
+        llm.engine.step()
+    before, begun = sum(len(r.generated) for r in requests), clock()
+    while all(r.finish_reason is None for r in requests):
+        llm.engine.step()
+    spent, made = clock() - begun, sum(len(r.generated) for r in requests) - before
+    for r in requests:
+        llm.engine.end(r, "abort")
+    return made / spent
+
+
+def batches(methods, prompts, args):
+    """By number of sequences: tokens a second of plain decoding, and by turns what each method's are of that."""
+    clock = time.process_time if args.cpu_clock else time.perf_counter
+    models = {name: opened(None if name == "plain" else name, args) for name in ("plain", *methods)}
+    out = {}
+    try:
+        for count in args.batches:
+            # As many different prompts: each begins a little later in its file than the one before.
+            own = [prompts[i % len(prompts)][i // len(prompts) :] for i in range(count)]
+            rates = {name: [] for name in models}
+            for _ in range(args.turns + 1):
+                for name, llm in models.items():
+                    rates[name].append(at_once(llm, own, args.max_tokens, clock))
+            out[count] = {"plain_tokens_per_s": median(rates["plain"][1:])}
+            for name in methods:
+                ratios = sorted(a / b for a, b in zip(rates[name][1:], rates["plain"][1:]))
+                out[count][name] = {"times_plain": median(ratios), "least": ratios[0], "most": ratios[-1]}
+    finally:
+        for llm in models.values():
+            llm.close()
+    return out
+
+
 def opened(method, args, drafts=None, adaptive=True):
     """A model that drafts with a method; None: plain."""
     spec = None
@@ -74,7 +118,8 @@ def opened(method, args, drafts=None, adaptive=True):
         dtype=args.dtype,
         speculative_config=spec,
         enable_prefix_caching=False,
-        max_num_seqs=4,
+        max_num_seqs=max(4, *(args.batches or (4,))),
+        kv_cache_tokens=512 * max(args.batches) if args.batches else None,
     )
 
 
@@ -153,6 +198,7 @@ def main():
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate for each")
     parser.add_argument("--drafts", type=int, default=5, help="drafts a step when acceptance is counted")
     parser.add_argument("--turns", type=int, default=7, help="turns of the comparison of speeds; 0 leaves it out")
+    parser.add_argument("--batches", type=int, nargs="+", default=(), help="sequences at once; measures nothing else")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
@@ -178,9 +224,12 @@ def main():
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "machine": platform.machine(),
-        "acceptance": {m: acceptance(m, prompts, params, args) for m in args.methods},
     }
-    if args.turns:
+    if args.batches:
+        told["bar"], told["batches"] = BAR, batches(args.methods, prompts, args)
+    else:
+        told["acceptance"] = {m: acceptance(m, prompts, params, args) for m in args.methods}
+    if args.turns and not args.batches:
         told["speed"] = {"held_out": speeds(args.methods, prompts, params, args)}
         if "ngram" in args.methods:
             told["speed"]["repeating"] = speeds(["ngram"], repeating(prompts, params, args), params, args)
@@ -191,7 +240,16 @@ def main():
 def text(told):
     """The figures as tables."""
     lines = [f"{told['prompts']} held-out prompts, {told['max_tokens']} tokens each, temperature {told['temperature']}"]
-    for name, a in told["acceptance"].items():
+    for count, found in told.get("batches", {}).items():
+        each = ", ".join(
+            f"{m} {found[m]['times_plain']:.2f} ({found[m]['least']:.2f} to {found[m]['most']:.2f})"
+            for m in found
+            if m != "plain_tokens_per_s"
+        )
+        lines.append(f"{count:>4} at once: plain {found['plain_tokens_per_s']:.0f} tokens/s; times that: {each}")
+    if told.get("batches"):
+        lines.append(f"bar: at least {BAR} of plain decoding")
+    for name, a in told.get("acceptance", {}).items():
         parts = " ".join(f"{x:4.0%}" for x in a["acceptance"])
         lines.append(f"{name:>6}: {a['tokens_per_step']:.2f} tokens a step with {a['drafts']} drafts, accepted {parts}")
     for kind, found in told.get("speed", {}).items():
