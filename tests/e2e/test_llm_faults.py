@@ -20,7 +20,7 @@ class Fault(Exception):
     pass
 
 
-@pytest.mark.parametrize("place", ["run", "choose_tokens", "_accept", "commit", "schedule"])
+@pytest.mark.parametrize("place", ["run", "choose_tokens", "accept_tokens", "commit", "schedule"])
 @pytest.mark.parametrize("step", [1, 2, 6])
 def test_interrupts(llm, monkeypatch, place, step):
     """Inside a step: the call ends, nothing is lost, and a stream that ran beside it goes on as if undisturbed.
@@ -33,7 +33,7 @@ def test_interrupts(llm, monkeypatch, place, step):
     got = [next(stream), next(stream)]
     engine = llm.engine
     owners = {"run": engine.runner, "commit": engine.scheduler, "schedule": engine.scheduler}
-    owner = {**owners, "choose_tokens": engine_module}.get(place, engine)
+    owner = owners.get(place, engine_module)
     original, calls = getattr(owner, place), [0]
 
     def interrupted(*args, **kwargs):
@@ -48,7 +48,7 @@ def test_interrupts(llm, monkeypatch, place, step):
         patch.setattr(owner, place, interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([LONG, "b", "c", "d", "e", "f"], GREEDY)
-    hit = place in ("_accept", "commit") and step == 1  # the stream's sequence is the first to be accepted
+    hit = place in ("accept_tokens", "commit") and step == 1  # the stream's sequence is the first to be accepted
     assert len(engine.scheduler.running) == (0 if hit else 1) and not engine.scheduler.waiting
     assert one(llm, LONG).token_ids == want.token_ids
     got += stream

@@ -59,6 +59,14 @@ CASES = {
     "chunks of 5": {"max_num_batched_tokens": 5},
     "chunks of 17": {"max_num_batched_tokens": 17, "max_num_seqs": 5},
     "little room": {"room": 2.5},
+    "steps ahead": {"async_scheduling": "on"},
+    "steps ahead, batches of 3, chunks of 5": {
+        "async_scheduling": "on",
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 5,
+    },
+    "steps ahead, little room": {"async_scheduling": "on", "room": 2.5},
+    "steps ahead, n-gram drafts": {"async_scheduling": "on", "speculative_config": NGRAM},
     "n-gram drafts": {"speculative_config": NGRAM},
     "n-gram drafts, little room, chunks of 9": {"speculative_config": NGRAM, "room": 1.5, "max_num_batched_tokens": 9},
     "mtp drafts": {"speculative_config": MTP},
@@ -98,6 +106,8 @@ def test_same_answer(model, case, folders, alone):
         if "speculative_config" in options:
             assert stats["spec_decode_num_draft_tokens_total"] > 0
             assert spec != DRAFT or stats["spec_decode_num_accepted_tokens_total"] > 0
+        if options.get("async_scheduling") == "on" and "speculative_config" not in options:
+            assert stats["overlapped_steps_total"] > 10
         assert llm.engine.allocator.used == 0
         llm.engine.allocator.check()
 

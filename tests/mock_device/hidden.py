@@ -14,6 +14,7 @@ Source: torch.utils.backend_registration._setup_privateuseone_for_python_backend
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,26 @@ def supported() -> bool:
 
 class ReadByHost(RuntimeError):
     """Core read a device tensor without copying it to the host first, or mixed it with a host's tensor."""
+
+
+class Timeline:
+    """When work is over that the device was given to do: each piece behind those before it, while the host goes on.
+    `launch` adds seconds of it; the host's reads wait. Without any, the device is as fast as the host.
+    """
+
+    ready_at = 0.0
+
+    def launch(self, seconds: float) -> None:
+        self.ready_at = max(self.ready_at, time.perf_counter()) + seconds
+
+    def wait(self, until: float | None = None) -> None:
+        """Until all launched work is over, or what was launched when `ready_at` was `until`."""
+        left = (self.ready_at if until is None else until) - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+
+
+TIMELINE = Timeline()
 
 
 class DeviceTensor(torch.Tensor):
@@ -127,6 +148,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     wrappers = {id(t.raw): t for t in given if isinstance(t, DeviceTensor)}
     lower = functools.partial(tree_map, _lower)
     out = func(*lower(args), **lower(kwargs))
+    if to_host or (name == "copy_" and not isinstance(args[0], DeviceTensor)):
+        TIMELINE.wait()
     if name.startswith(("empty", "new_empty")) and out.is_floating_point():
         out.fill_(float("nan"))
     if name == "copy_" and not isinstance(args[0], DeviceTensor):

@@ -5,12 +5,13 @@
 | mock:norm | the two norms; all else runs as references on the device |
 | mock:block | also attention blocks, for both families |
 | mock:layer | also whole decoder layers |
+| mock:later | as mock:layer; steps may take time of their own (`hidden.TIMELINE`), while the host goes on |
 | mock:decode | blocks, MLPs, and whole layers in decode steps only: a plan's columns differ, packings are shared |
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -79,7 +80,24 @@ class Decode(MockBackend):
     declared: ClassVar[list[Kernel]] = [*kernels.NORMS, *kernels.BLOCKS, *kernels.MLPS, kernels.DECODE_LAYER]
 
 
-VARIANTS = {backend.name: backend for backend in (Norm, Block, Layer, Decode)}
+class Later(Layer):
+    name = "mock:later"
+    asynchronous = True
+
+    def synchronize(self) -> None:
+        hidden.TIMELINE.wait()
+
+    def start_read(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        copies, until = [hidden.lowered(tensor).clone() for tensor in tensors], hidden.TIMELINE.ready_at
+
+        def wait() -> list[torch.Tensor]:
+            hidden.TIMELINE.wait(until)
+            return copies
+
+        return wait
+
+
+VARIANTS = {backend.name: backend for backend in (Norm, Block, Layer, Decode, Later)}
 
 
 @hookimpl

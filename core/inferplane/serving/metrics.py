@@ -19,7 +19,11 @@ PREFIX = "inferplane:"
 SOURCE_FAMILY = "inference_server_metrics"
 """The family of the source system's gauges; each has its own name as its label."""
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-LABELS = {"request_success_total": "finished_reason", "requests_rejected_total": "reason"}
+LABELS = {
+    "request_success_total": "finished_reason",
+    "requests_rejected_total": "reason",
+    "async_scheduling_waits_total": "reason",
+}
 OWN = {
     "requests_rejected_total": ("reason", "Refused requests, by reason."),
     "ignored_fields_total": ("field", "Fields of requests that had no effect; other: unknown ones."),

@@ -91,6 +91,7 @@ class ServerSettings:
     kv_cache_bytes: int | None = _engine_option("kv_cache_bytes", range=(1, None), bytes=True)
     kv_cache_tokens: int | None = _engine_option("kv_cache_tokens")
     enable_prefix_caching: bool = _engine_option("enable_prefix_caching")
+    async_scheduling: str = _engine_option("async_scheduling")
     speculative_method: str | None = _engine_option("speculative_method")
     num_speculative_tokens: int = _engine_option("num_speculative_tokens")
     speculative_model: str | None = _engine_option("speculative_model")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -24,6 +24,7 @@ class Accelerator(Backend):
     """
 
     auto_rank: ClassVar[int] = 100
+    asynchronous: ClassVar[bool] = True
 
     def runtime(self) -> Any:
         """(optional) That module; the first call may import the vendor's package. Default: torch's attribute with the
@@ -38,6 +39,20 @@ class Accelerator(Backend):
     def synchronize(self) -> None:
         """Wait for all work launched on this device."""
         self.runtime().synchronize(self.index)
+
+    def start_read(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """Copy tensors `[...]` to pinned memory without waiting, and record an event behind the copies (`Event` of the
+        runtime, with `record()` and `synchronize()`).
+        """
+        copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
+        copied = self.runtime().Event()
+        copied.record()
+
+        def finish() -> list[torch.Tensor]:
+            copied.synchronize()
+            return copies
+
+        return finish
 
     # -- for `open()`
 

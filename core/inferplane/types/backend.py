@@ -37,6 +37,10 @@ class Backend(ABC):
     """(optional) Priority under `device="auto"`: the available device with the highest number is taken. Accelerators
     have 100, the host 0. Default: 0."""
 
+    asynchronous: ClassVar[bool] = False
+    """(optional) True if launched work runs in the order of its launch while the host goes on, and `start_read` waits
+    for no work that is launched later. The engine then prepares the next step meanwhile. Default: False."""
+
     def __init__(self, index: int = 0) -> None:
         self.index = index
 
@@ -111,6 +115,12 @@ class Backend(ABC):
     def synchronize(self) -> None:
         """(optional) Wait until all launched work is done. Default: returns at once, for devices that run
         synchronously."""
+
+    def start_read(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """(optional) Copy tensors `[...]` to the host, behind all work launched so far. Returns a function that waits
+        for the copies and returns them in order. Later work may overwrite the tensors. Default: copies them when that
+        function is called, which waits for later work too; right for devices that run synchronously."""
+        return lambda: [tensor.to(HOST) for tensor in tensors]
 
     def timer(self) -> Callable[[], float]:
         """(optional) A clock in seconds that waits for asynchronous work. Default: calls `synchronize()`, then reads

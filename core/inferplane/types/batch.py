@@ -215,7 +215,12 @@ class Query:
 
 
 def make_batch(
-    queries: Sequence[Query], *, block_tokens: int, device: torch.device | str, few_tokens: int = FEW_TOKENS
+    queries: Sequence[Query],
+    *,
+    block_tokens: int,
+    device: torch.device | str,
+    few_tokens: int = FEW_TOKENS,
+    non_blocking: bool = False,
 ) -> Batch:
     """Build a step's batch.
 
@@ -224,6 +229,7 @@ def make_batch(
         block_tokens: tokens per block.
         device: where the tensors go.
         few_tokens: largest number of new tokens that counts as few.
+        non_blocking: do not wait for work that the device does meanwhile.
 
     Raises:
         UsageError: there is no sequence, or a sequence has no new tokens, has too few blocks, has other block tables
@@ -265,8 +271,9 @@ def make_batch(
     all_rows = len(logit_rows) == len(ids)
     states = _list_slots(queries)
     of_tokens = ids, positions, slots, [] if all_rows else logit_rows, *(s for s, _ in more)
-    sent = _send((*of_tokens, *states), np.int64, device)
-    query_start, seq_lens, *sent_tables = _send((starts, lens, tables, *(t for _, t in more)), np.int32, device)
+    sent = _send((*of_tokens, *states), np.int64, device, non_blocking)
+    of_sequences = starts, lens, tables, *(t for _, t in more)
+    query_start, seq_lens, *sent_tables = _send(of_sequences, np.int32, device, non_blocking)
     batch = Batch(
         ids=sent[0],
         positions=sent[1],
@@ -325,7 +332,7 @@ def _place(
     return np.concatenate(slots), tables
 
 
-def _send(parts: Sequence[Any], dtype: Any, device: torch.device | str) -> Sequence[torch.Tensor]:
+def _send(parts: Sequence[Any], dtype: Any, device: torch.device | str, non_blocking: bool) -> Sequence[torch.Tensor]:
     """Copy each part, numbers or rows of numbers, to the device as a tensor.
 
     All parts travel in one copy; each begins at a multiple of 64 bytes, which kernels rely on.
@@ -339,7 +346,8 @@ def _send(parts: Sequence[Any], dtype: Any, device: torch.device | str) -> Seque
         gap = -array.size % (64 // array.itemsize)
         pieces += (array.reshape(-1), np.zeros(gap, dtype))
         sizes += (array.size, gap)
-    sent = torch.from_numpy(np.concatenate(pieces)).to(device).split_with_sizes(sizes)[::2]
+    joined = torch.from_numpy(np.concatenate(pieces)).to(device, non_blocking=non_blocking)
+    sent = joined.split_with_sizes(sizes)[::2]
     return [part.view(array.shape) for part, array in zip(sent, arrays)]
 
 

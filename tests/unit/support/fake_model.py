@@ -99,7 +99,14 @@ class FakeRunner:
             self.states = StateCache(request, StatePool(recurrent).slots, torch.float32, HOST)
             self.states.tensors[0].fill_(0x5A5A5A5A)
             self.cache = replace(self.cache, by_layer=(LayerPlace(self.states),))
-        self.backend = SimpleNamespace(torch_device_indexed=HOST, name="fake")
+        self.backend = SimpleNamespace(
+            torch_device_indexed=HOST,
+            name="fake",
+            asynchronous=True,
+            synchronize=lambda: None,
+            start_read=lambda tensors: self.start_read(tensors),
+        )
+        self.late = lambda: None
         self.model = SimpleNamespace(vocab=V, layers=(), mtp=())
         self.files, self.options = (
             SimpleNamespace(name="fake"),
@@ -111,6 +118,16 @@ class FakeRunner:
         self.batches = self.rows = 0
         self.kinds = []
         self.before = lambda batch: None
+
+    def start_read(self, tensors):
+        copies, look = [t.clone() for t in tensors], self.late()
+
+        def wait():
+            if look is not None:
+                look()
+            return copies
+
+        return wait
 
     def run(self, batch):
         self.batches += 1
@@ -160,9 +177,11 @@ class Watched(Engine):
     """An engine whose books are checked after every step, and that knows which requests run now."""
 
     def __init__(self, runner, **options):
-        self.now = []
+        self.now, self.waits_now, self.used_in_flight, self.last_batch = [], False, {}, set()
         super().__init__(runner, **options)
-        runner.before = self.look
+        runner.before, runner.late = self.look, self.look_later
+        if self.overlap is not None:
+            self.watch_steps_in_flight()
         self.told = {}
         self.accepted = []
 
@@ -172,13 +191,58 @@ class Watched(Engine):
         self.accepted.append(request)
         return request
 
+    def watch_steps_in_flight(self):
+        """No block is given out while a step in flight has it, and its sequence is no longer there to have it."""
+        flying, allocate = self.scheduler.in_flight, self.allocator.allocate
+        begin, finish = flying.begin, flying.finish
+
+        def begin_step():
+            held = begin()
+            self.used_in_flight[id(held)] = self.last_batch
+            return held
+
+        def finish_step(held):
+            self.used_in_flight.pop(id(held), None)
+            finish(held)
+
+        def allocate_blocks(count):
+            blocks = allocate(count)
+            assert not any(used & {*blocks} for used in self.used_in_flight.values()), "a step in flight has them"
+            return blocks
+
+        flying.begin, flying.finish, self.allocator.allocate = begin_step, finish_step, allocate_blocks
+
+    def schedule(self):
+        self.now = super().schedule()
+        return self.now
+
     def _run(self, chosen):
-        self.now = chosen
-        return super()._run(chosen)
+        self.now, self.waits_now = chosen, True
+        try:
+            return super()._run(chosen)
+        finally:
+            self.waits_now = False
+
+    def look_later(self):
+        """What raises when the host reads a step that is launched now."""
+        some = list(self.now)
+
+        def look():
+            for s in some:
+                self.fail_later_for(s.request)
+
+        return look
+
+    def fail_later_for(self, request):
+        """Tests raise here for the requests whose steps they want to fail while they are in flight."""
 
     def look(self, batch):
         """What is written belongs to one sequence alone, and nobody was promised its old content."""
         n = self.cache.block_tokens
+        self.last_batch = {block for s in self.now for table in s.request.tables for block in table.held}
+        if self.waits_now:
+            for s in self.now:
+                self.fail_later_for(s.request)
         for block in {s // n for table in batch.list_tables() for s in table.slots.tolist()}:
             assert self.allocator.users(block) == 1, "a shared block is written"
         for s in self.now:
@@ -192,25 +256,38 @@ class Watched(Engine):
         self.check_books()
         return touched
 
+    def settled(self, r):
+        """Its tokens in the cache without those of steps in flight."""
+        steps = [] if self.overlap is None else self.overlap.steps
+        return r.computed - sum(
+            c.count for step in steps for i, c in enumerate(step.chunks) if c.request is r and step.is_current(i)
+        )
+
     def check_books(self):
         a, s = self.allocator, self.scheduler
         a.check()
         users = {}
+        assert len(s.in_flight.steps) == (0 if self.overlap is None else len(self.overlap.steps)) <= 2
+        for block in (block for step in s.in_flight.steps for block in step.blocks):
+            users[block] = users.get(block, 0) + 1
         for r in s.running:
             held = [block for table in r.tables for block in table.held]
             assert r.finish_reason is None and len({*held}) == len(held) and len(r.tables) == len(self.runner.windows)
             for table, w in zip(r.tables, self.runner.windows):
-                assert table.released == (0 if w is None else max(0, r.computed + 1 - w) // self.cache.block_tokens)
+                assert table.released == (
+                    0 if w is None else max(0, self.settled(r) + 1 - w) // self.cache.block_tokens
+                )
                 assert len(table.blocks) * self.cache.block_tokens >= r.computed and 0 <= r.computed < r.tokens
             for b in held:
                 users[b] = users.get(b, 0) + 1
         assert users == a._users, "users are the tables'"
         if s.states is not None:
-            slots = Counter(slot for r in s.running for slot in r.state)
+            held = [slots for step in s.in_flight.steps for slots in step.states]
+            slots = Counter(slot for state in (*(r.state for r in s.running), *held) for slot in state)
             assert 0 not in slots and all(s.states.users(slot) == n for slot, n in slots.items())
             assert all(slots[r.state.write] == 1 for r in s.running) and all(r.state is None for r in s.waiting)
             s.states.check()
-            assert s.states.available + len(s.running) == s.states.total, "a slot was lost"
+            assert s.states.available + len(s.running) + len(held) == s.states.total, "a slot was lost"
         assert all(r.finish_reason is None and not r.tables and not r.computed for r in s.waiting)
         live = {id(r) for r in (*s.running, *s.waiting)}
         assert len(live) == len(s.running) + len(s.waiting) and len(s.running) <= s.limits.max_num_seqs
@@ -222,7 +299,8 @@ class Watched(Engine):
             assert r.logprobs is None or [(x.token_id, len(x.top)) for x in r.logprobs] == want
         ended = sum(r.finish_reason is not None for r in self.accepted)
         assert sum(self.metrics.finished.values()) == ended
-        if not live:
+        assert all(r.pending >= 0 and (s.in_flight.steps or not r.pending) for r in s.running)
+        if not live and not s.in_flight.steps:
             assert a.used == 0 and a.free + a.cached == a.total
 
     def finish(self, most_steps=10_000):

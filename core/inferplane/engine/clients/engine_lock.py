@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from threading import RLock
 
 from inferplane.engine.loop.engine import Engine
@@ -41,6 +42,14 @@ class EngineLock:
         """
         self._end_all()
         self._engine.step()
+
+    def end_all(self, requests: Sequence[Request]) -> None:
+        """End requests that have not ended, with "abort"; the caller holds the lock. Waits for the steps in flight if
+        no other request runs or waits.
+        """
+        for request in requests:
+            self._engine.end(request, "abort")
+        self._engine.settle()
 
     def abandon(self, request: Request) -> None:
         """End a request whose caller has left, with "abort": now if the lock is free, else the thread that holds the

@@ -24,6 +24,7 @@ from inferplane.engine.clients.engine_lock import EngineLock
 from inferplane.engine.clients.inputs import InputProcessor
 from inferplane.engine.clients.options import EngineOptions, options_text, signature_with_options
 from inferplane.engine.loop.engine import Engine
+from inferplane.engine.loop.overlap import describe_overlap, describe_overlap_in_words
 from inferplane.engine.loop.prompt_logits import prompt_logits
 from inferplane.engine.loop.switch_speculation import switch_speculation
 from inferplane.engine.request import arguments
@@ -78,6 +79,7 @@ class LLM:
             max_waiting=chosen.max_waiting,
             speculative_config=config,
             insertion=chosen.insertion,
+            async_scheduling=chosen.async_scheduling,
         )
         self._lock = EngineLock(self.engine)
 
@@ -134,9 +136,9 @@ class LLM:
                 while any(r.finish_reason is None for group in groups for r in group):
                     self._lock.step()
             finally:
-                for request in (r for group in groups for r in group):
-                    self.engine.end(request, "abort")
-        report_failures([r for group in groups for r in group])
+                requests = [r for group in groups for r in group]
+                self._lock.end_all(requests)
+        report_failures(requests)
         return [result_of(group) for group in groups]
 
     def add(self, prompt: Prompt, params: SamplingParams, index: int = 0, **more: Any) -> Request:
@@ -315,11 +317,11 @@ class LLM:
         """The plan as data: per site the chosen kernel and why, and every rejected kernel with its reason
         (docs/schemas/explain.json).
         """
-        return self.runner.explain()
+        return {**self.runner.explain(), "async_scheduling": describe_overlap(self.engine)}
 
     def explain_text(self, *, verbose: bool = False) -> str:
         """The plan as text for a terminal; `verbose` adds every rejected kernel with its reason."""
-        return self.runner.explain_text(verbose=verbose)
+        return f"{self.runner.explain_text(verbose=verbose)}\n{describe_overlap_in_words(self.engine)}"
 
     @property
     def device(self) -> str:

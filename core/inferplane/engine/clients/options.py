@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from inferplane.engine.request.arguments import (
+    ASYNC_SCHEDULING,
     DRAFT_ALIASES,
     DRAFT_METHODS,
     HEAD_FORMATS,
@@ -123,6 +124,8 @@ class EngineOptions:
             model.
         capture: capture decode steps and replay them, on devices that can; False runs every step eagerly.
         kv_cache_tokens: as kv_cache_bytes, in tokens: the cache holds so many, of all sequences together.
+        async_scheduling: schedule and launch the next step while one runs: on, off; auto: on devices that run
+            asynchronously.
 
     Raises:
         UsageError: a value has the wrong type, or is out of range.
@@ -158,6 +161,7 @@ class EngineOptions:
     tensor_parallel_size: int | None = _option(None, minimum=1)
     capture: bool = True
     kv_cache_tokens: int | None = _option(None, "N", minimum=1)
+    async_scheduling: str = _option("auto", "W", choices=ASYNC_SCHEDULING)
 
     def __post_init__(self) -> None:
         for option in fields(self):

@@ -72,7 +72,7 @@ def choose_tokens(
         start, stop = stop, stop + (len(q.ids) if q.logits is None else min(q.logits, len(q.ids)))
         prompts.append(_score_prompt(c, logits[start:stop]) if q.logits is None else ())
         if c.samples_next:
-            rows += _batch_rows(c)
+            rows += batch_rows(c)
             at += range(stop - 1 - len(c.drafts), stop)
     if not rows:
         return [ChosenTokens([], (), prompt) for prompt in prompts]
@@ -130,13 +130,13 @@ def _to_list(tokens: torch.Tensor) -> list[int]:
     return found
 
 
-def _batch_rows(chunk: ScheduledChunk) -> list[BatchRow]:
+def batch_rows(chunk: ScheduledChunk) -> list[BatchRow]:
     """The rows of a sequence whose next tokens are to be chosen: after its last known token, and after each draft."""
     r, drafts = chunk.request, chunk.drafts
     masks = [None] * (1 + len(drafts)) if r.constraint is None else r.constraint.masks(drafts)
     assert r.seed is not None
     return [
-        BatchRow(r.params, r.seed, len(r.generated) + i, r.history, drafts[:i], r.end_ids, mask)
+        BatchRow(r.params, r.seed, r.num_chosen + i, r.history, drafts[:i], r.end_ids, mask)
         for i, mask in enumerate(masks)
     ]
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from inferplane.engine.loop.accept_tokens import accept_tokens
 from inferplane.engine.loop.choose_tokens import ChosenTokens, choose_tokens, with_pooled
 from inferplane.engine.loop.metrics import Metrics
+from inferplane.engine.loop.overlap import Overlap, why_not_overlapped
 from inferplane.engine.request.arguments import check_ids
 from inferplane.engine.request.params import SamplingParams
 from inferplane.engine.request.results import FinishReason
@@ -42,6 +44,9 @@ class Engine:
         enable_prefix_caching: reuse blocks of equal prefixes, and the states of layers that keep any.
         speculative_config: draft and verify several tokens per step; None: one token per step.
         insertion: how prompts join what runs.
+        async_scheduling: launch the next step while one runs: "on", "off", or "auto", as the device runs.
+
+    Attributes: `overlap`, the steps in flight; None: each is waited for; `work` of the last step, with its sequences.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class Engine:
         enable_prefix_caching: bool = True,
         speculative_config: SpeculativeConfig | None = None,
         insertion: Insertion = UNLIMITED,
+        async_scheduling: str = "off",
     ) -> None:
         self.runner = runner
         self.device, self.vocab = runner.backend.torch_device_indexed, runner.model.vocab
@@ -68,7 +74,10 @@ class Engine:
         # Allocated now, so that an out-of-memory device is not mistaken for a dead one.
         self._probe = torch.zeros(1, device=self.device)
         self._ids = count()
-        self._commit_s = 0.0
+        self._host_s, self.work = 0.0, (StepWork(), 0)
+        why_not = why_not_overlapped(runner.backend, async_scheduling)
+        self.overlap = None if why_not else Overlap(self)
+        self.why_not_overlapped = why_not
 
     def start(self, config: SpeculativeConfig | None) -> None:
         """Begin with an empty cache, that of the runner, and with a method of speculation; no request runs or waits."""
@@ -143,42 +152,61 @@ class Engine:
         """End all requests with "abort", release the cache and the draft layer; `add` then raises UsageError."""
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             self.end(request, "abort")
+        self.settle()
         self.closed = True
         self.speculator = None  # it holds the draft layer and its cache
         self.cache = KVCache((), self.cache.blocks, self.cache.block_tokens)
 
     @property
     def busy(self) -> bool:
-        """Whether any request waits or runs."""
-        return bool(self.scheduler.waiting or self.scheduler.running)
+        """Whether any request waits or runs, or a step is in flight."""
+        return bool(self.scheduler.waiting or self.scheduler.running or self.scheduler.in_flight.steps)
+
+    def settle(self) -> None:
+        """Wait for the steps in flight once every request has ended; before, do nothing. Their results are dropped."""
+        if self.overlap is not None and not self.scheduler.running and not self.scheduler.waiting:
+            self.overlap.drop()
 
     # -- one step
 
     def step(self) -> list[Request]:
-        """Run one step and wait for the device; returns the requests that got tokens or ended in it.
+        """Run one step and wait for the device; returns the requests that got tokens or ended in it. With `overlap` the
+        next step is in flight when this returns.
 
         The next step repeats what an interrupt leaves unfinished: a sequence does not change until its token is
         accepted, and writing the same cache entries twice has no effect. Only the sequence whose tokens are being
         accepted at that moment cannot go on; it ends with "abort". EngineError: the device or a rank is lost for good.
         """
-        begun, self._commit_s = time.monotonic(), 0.0
-        touched = self._expire(begun)
-        chunks = self.scheduler.schedule()
-        if not chunks:
-            assert not self.busy, "nothing runs, and what waits does not fit: blocks were lost"
+        begun, self._host_s = time.monotonic(), 0.0
+        touched, made = self._expire(begun), self.metrics.counters["generation_tokens_total"]
+        if self.overlap is not None:
+            found = self.overlap.step()
+        else:
+            chunks = self.schedule()
+            self.work = count_work(chunks), len(chunks)
+            found = self.run_chunks(chunks) if chunks else None
+        if found is None:
             return touched
+        seconds = time.monotonic() - begun
+        _observe_times(self, *self.work, made, seconds)
+        self.metrics.observe("schedule_commit_time_seconds", self._host_s)
+        self.metrics.observe("step_time_seconds", seconds)
+        self.metrics.counters["steps_total"] += 1
+        return touched + found
+
+    def schedule(self) -> list[ScheduledChunk]:
+        """The chunks of the next step; empty if there is none."""
+        begun = time.monotonic()
+        chunks = self.scheduler.schedule()
+        assert chunks or self.scheduler.in_flight.steps or not self.busy, (
+            "nothing runs, and what waits does not fit: blocks were lost"
+        )
         for c in chunks:
             if c.request.started is None:
                 c.request.started = begun
                 self.metrics.observe("request_queue_time_seconds", begun - c.request.arrived)
-        scheduled, work, made = time.monotonic(), count_work(chunks), self.metrics.counters["generation_tokens_total"]
-        touched += self._step(chunks)
-        ended = time.monotonic()
-        _observe_times(self, work, len(chunks), made, ended - begun)
-        self.metrics.observe("schedule_commit_time_seconds", scheduled - begun + self._commit_s)
-        self.metrics.observe("step_time_seconds", ended - begun)
-        self.metrics.counters["steps_total"] += 1
-        return touched
+        self._host_s += time.monotonic() - begun
+        return chunks
 
     def _expire(self, now: float) -> list[Request]:
         """End the requests whose deadline is over with "timeout"; returns them."""
@@ -188,37 +216,33 @@ class Engine:
             self.end(request, "timeout")
         return late
 
-    def _step(self, chunks: list[ScheduledChunk]) -> list[Request]:
+    def run_chunks(self, chunks: list[ScheduledChunk]) -> list[Request]:
         """Run chunks as one step, or each alone if that fails; a sequence that fails alone ends with "error"."""
         try:
             return self._run(chunks)
         except Exception as error:
             if len(chunks) == 1:
-                self.end(chunks[0].request, "error", chunks[0].request.record_error(error))
-                self._check_alive()
-                return [chunks[0].request]
+                return self.fail(chunks[0].request, error)
         finally:
             for c in chunks:
                 self.scheduler.release_out_of_window(c.request)
-        # One sequence caused the failure: each runs alone, and only those that fail again end. None has changed yet,
-        # since a step changes them only after everything that can fail.
+        return self.run_each_alone(chunks)
+
+    def run_each_alone(self, chunks: list[ScheduledChunk]) -> list[Request]:
+        """After a step failed, which one sequence caused: each runs alone, and only those that fail again end. None has
+        changed yet, since a step changes them only after everything that can fail.
+        """
         touched = []
         for c in chunks:
             if c.request.finish_reason is None and c.request in self.scheduler.running:
-                touched += self._step([c])
+                touched += self.run_chunks([c])
         return touched
 
-    def _check_alive(self) -> None:
-        """Called after a step failed: raise EngineError if every other step would fail too."""
-        ranks = self.runner.ranks
-        if ranks is not None and ranks.broken:
-            raise EngineError(f"The ranks are out of step: {ranks.broken}.", remedy="start the model anew")
-        try:
-            self._probe.zero_().item()
-        except Exception as error:  # the device was lost, or its context holds an error for good
-            raise EngineError(
-                f"The device does not answer any more: {type(error).__name__}: {error}.", remedy="start the model anew"
-            ) from error
+    def fail(self, request: Request, error: Exception) -> list[Request]:
+        """End a request whose step failed though it ran alone; EngineError if every other step would fail too."""
+        self.end(request, "error", request.record_error(error))
+        check_alive(self.runner, self._probe)
+        return [request]
 
     def _run(self, chunks: list[ScheduledChunk]) -> list[Request]:
         """Run chunks, choose and accept their tokens, draft for the next step; returns requests with new tokens."""
@@ -240,18 +264,21 @@ class Engine:
         verified: list[VerifiedChunk] = []
         row = 0
         for chunk, new in zip(chunks, chosen):
-            verified.append(self._commit(chunk, new, row))
+            verified.append(self.commit(chunk, new, row))
             row += chunk.rows
-        self._commit_s += time.monotonic() - decided
+        self._host_s += time.monotonic() - decided
         if drafted is None:
             self._propose(verified, hidden)
         elif self.speculator is not None:
             self.speculator.set_drafts(verified, drafted.drafts)
         return [c.request for c, new in zip(chunks, chosen) if new.tokens]
 
-    def _commit(self, chunk: ScheduledChunk, chosen: ChosenTokens, row: int) -> VerifiedChunk:
-        """Accept a sequence's new tokens, and end it if they end it; `row` is its first row in the step."""
-        r, first, blocks = chunk.request, chunk.request.computed, chunk.request.blocks
+    def commit(self, chunk: ScheduledChunk, chosen: ChosenTokens, row: int, sent: int | None = None) -> VerifiedChunk:
+        """Accept a sequence's new tokens, and end it if they end it; `row` is its first row in the step. `sent`: of a
+        step in flight, which is recorded already, the number of the sequence's tokens before it.
+        """
+        r, blocks = chunk.request, chunk.request.blocks
+        first = r.computed if sent is None else sent
         num_drafts, verified = len(chunk.drafts), max(0, len(chosen.tokens) - 1)
         if chosen.prompt_logprobs and r.prompt_logprobs is not None:
             r.prompt_logprobs[first + 1 : first + 1 + len(chosen.prompt_logprobs)] = chosen.prompt_logprobs
@@ -259,9 +286,12 @@ class Engine:
             r.pooled = chosen.pooled
         before, accepted = len(r.generated), 0
         try:
-            reason = self._accept(r, chosen)
+            reason = accept_tokens(r, chosen, self.metrics)
             accepted = max(0, len(r.generated) - before - 1)
-            self.scheduler.commit(chunk, accepted)
+            if sent is None:
+                self.scheduler.commit(chunk, accepted)
+            else:
+                self.scheduler.publish(r, first, first + chunk.count)
             if reason is not None:
                 self.end(r, reason)
         except Exception as error:  # its text or its constraint failed, which concerns no other sequence
@@ -283,34 +313,6 @@ class Engine:
             if not self.metrics.counters["spec_decode_failures_total"]:
                 warn(f"Drafting failed ({in_words(error)}); going on without.")
             self.metrics.counters["spec_decode_failures_total"] += 1
-
-    def _accept(self, request: Request, chosen: ChosenTokens) -> FinishReason | None:
-        """Append a sequence's new tokens up to its end; returns why it ends, None while it goes on."""
-        now = time.monotonic()
-        for i, token in enumerate(chosen.tokens):
-            request.generated.append(token)
-            self.metrics.counters["generation_tokens_total"] += 1
-            if request.logprobs is not None:
-                request.logprobs.append(chosen.logprobs[i])
-            if request.history is not None:
-                request.history.extend([token])
-            if request.constraint is not None:
-                request.constraint.accept([token])
-            self._time(request, now)
-            if request.push_text(token):
-                return "stop"
-            if len(request.generated) >= request.params.max_tokens:
-                return "length"
-        return None
-
-    def _time(self, request: Request, now: float) -> None:
-        """Record the times of a sequence's new token: to the first token, or between two tokens."""
-        if request.first_token is None:
-            request.first_token = now
-            self.metrics.observe("time_to_first_token_seconds", now - request.arrived)
-        elif request.last_token is not None:
-            self.metrics.observe("inter_token_latency_seconds", now - request.last_token)
-        request.last_token = now
 
     # -- numbers
 
@@ -336,3 +338,16 @@ def _observe_times(engine: Engine, work: StepWork, sequences: int, made: int, se
     if engine.speculator is not None and not work.prompt_tokens:
         tokens = engine.metrics.counters["generation_tokens_total"] - made
         engine.speculator.lengths.observe_step(sequences, tokens, seconds)
+
+
+def check_alive(runner: Runner, probe: torch.Tensor) -> None:
+    """Called after a step failed: raise EngineError if every other step would fail too. `probe` is on the device."""
+    ranks = runner.ranks
+    if ranks is not None and ranks.broken:
+        raise EngineError(f"The ranks are out of step: {ranks.broken}.", remedy="start the model anew")
+    try:
+        probe.zero_().item()
+    except Exception as error:  # the device was lost, or its context holds an error for good
+        raise EngineError(
+            f"The device does not answer any more: {type(error).__name__}: {error}.", remedy="start the model anew"
+        ) from error

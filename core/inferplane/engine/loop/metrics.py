@@ -65,13 +65,15 @@ class Histogram:
 class Metrics:
     """The numbers of one engine. Intervals come from one monotonic clock.
 
-    Attributes: counters and histograms by name; `accepted_per_position[i]` counts steps in which draft i was accepted.
+    Attributes: counters and histograms by name; `accepted_per_position[i]` counts steps in which draft i was accepted;
+    `waits` counts, by the reason, steps that were not prepared while another one ran (`loop/overlap.py`).
     """
 
     def __init__(self) -> None:
         self.counters: Counter[str] = Counter()
         self.finished: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
         self.accepted_per_position: Counter[int] = Counter()
         self.drafts_per_position: Counter[int] = Counter()
         self.histograms = {
@@ -110,6 +112,7 @@ class Metrics:
             **self.counters,
             "request_success_total": dict(self.finished),
             "requests_rejected_total": dict(self.rejected),
+            "async_scheduling_waits_total": dict(self.waits),
             "spec_decode_num_accepted_tokens_per_pos": [self.accepted_per_position[i] for i in positions],
             "spec_decode_num_draft_tokens_per_pos": [self.drafts_per_position[i] for i in positions],
             **{

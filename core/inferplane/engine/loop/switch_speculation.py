@@ -26,6 +26,7 @@ def switch_speculation(engine: Engine, config: SpeculativeConfig | None, options
     """
     if engine.closed:
         raise UsageError("The model is closed: its weights and its cache are freed.", remedy="make a new LLM")
+    engine.settle()
     if live := len(engine.scheduler.running) + len(engine.scheduler.waiting):
         raise UsageError(
             f"{live} request(s) run or wait, with drafts and cache entries of what drafts now.",

@@ -202,6 +202,8 @@ QUANTIZATIONS = {
 """Name -> `kv_cache_dtype` that belongs to it: c8 is a cache in 8 bits, of the kind of the products; auto: any."""
 HEAD_FORMATS = ("auto", "int8", "int4", "none")
 """Values of `head_format`; auto: as the quantization has it."""
+ASYNC_SCHEDULING = ("auto", "on", "off")
+"""Values of `async_scheduling`; auto: by the device."""
 STORED_FORMATS = ("awq", "gptq", "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "mxfp4", "gguf")
 """Formats of checkpoints, which other engines have an option for."""
 SIMILAR = {

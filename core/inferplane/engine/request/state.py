@@ -58,6 +58,7 @@ class Request:
             priority.
         deadline: monotonic time in seconds at which it ends with "timeout"; None: never.
         generated: tokens so far.
+        pending: tokens that steps in flight choose, and the host does not know yet: 0 to 2, a step.
         max_chunk_tokens: the largest number of its known tokens that a step computes.
         tables: its block tables; none while it has no blocks.
         state: the slots of its states; None while it has none.
@@ -83,6 +84,7 @@ class Request:
     tenant: str = ""
     deadline: float | None = None
     generated: list[int] = field(default_factory=list)
+    pending: int = 0
     max_chunk_tokens: int = 1
     tables: list[BlockTable] = field(default_factory=list)
     state: StateSlots | None = None
@@ -120,7 +122,13 @@ class Request:
     def next_is_argmax(self) -> bool:
         """Whether its next token is the argmax of the model's own logits, and nothing else is returned with it."""
         is_free = self.constraint is None or self.constraint.is_free(1)
-        return self._is_plain_greedy and is_free and len(self.generated) >= self.params.min_tokens
+        return self._is_plain_greedy and is_free and self.num_chosen >= self.params.min_tokens
+
+    @property
+    def needs_newest_token(self) -> bool:
+        """Whether the host has to know its newest token before it can say how the next one is chosen."""
+        is_free = self.constraint is None or self.constraint.is_free(2)
+        return self.history is not None or not is_free
 
     @property
     def needs_every_row(self) -> bool:
@@ -145,9 +153,19 @@ class Request:
         return self.tables[0].blocks if self.tables else []
 
     @property
+    def num_chosen(self) -> int:
+        """Number of generated tokens so far, with those that a step in flight chooses."""
+        return len(self.generated) + self.pending
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has all its tokens with those that a step in flight chooses, and so needs no further step."""
+        return self.pending > 0 and self.num_chosen >= self.params.max_tokens
+
+    @property
     def tokens(self) -> int:
-        """Number of prompt and generated tokens so far."""
-        return len(self.prompt) + len(self.generated)
+        """Number of prompt and generated tokens so far, with those that a step in flight chooses."""
+        return len(self.prompt) + len(self.generated) + self.pending
 
     @property
     def remaining(self) -> int:

@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from inferplane.engine.request.state import Request
+from inferplane.engine.schedule.in_flight import StepsInFlight
 from inferplane.engine.schedule.insertion import Insertion, PromptAllowance, StepTimes, StepWork, count_pairs
 from inferplane.engine.schedule.states import find_states, limit_chunk
-from inferplane.engine.schedule.tables import SequenceTables
+from inferplane.engine.schedule.tables import SequenceTables, hash_blocks
 from inferplane.errors import CapacityError, UsageError
-from inferplane.kvcache import BlockAllocator, StatePool, block_hashes
+from inferplane.kvcache import BlockAllocator, StatePool
 from inferplane.kvcache.tables import Windows
 from inferplane.types import FEW_TOKENS
 from inferplane.types.batch import Query
@@ -90,7 +91,8 @@ class Scheduler:
         states: the slots of recurrent layers' states; None: no layer keeps any. With them prefixes are reused at whose
             end a step ended, and after a step that refuses drafts the next one begins where that step did.
 
-    Attributes: `tables`, the sequences' blocks; its `extend`, `extend_all` and `release_beyond` are here too.
+    Attributes: `tables`, the sequences' blocks; its `extend`, `extend_all` and `release_beyond` are here too;
+    `in_flight`, what sequences gave back while steps are not over; `too_few_blocks`: see `schedule`.
     """
 
     def __init__(
@@ -109,6 +111,8 @@ class Scheduler:
         self.release_beyond, self.blocks_for = self.tables.release_beyond, self.tables.blocks_for
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.in_flight = StepsInFlight(self.tables, states)
+        self.too_few_blocks = False
         self.preemptions = 0
         self.prefix_queries_tokens = 0
         self.prefix_hits_tokens = 0
@@ -167,14 +171,16 @@ class Scheduler:
     def schedule(self) -> list[ScheduledChunk]:
         """Choose the next step: its chunks, those with few rows first, each with blocks; empty when nothing can run.
         Waiting requests may join, running ones be preempted (see the module for the rules).
+        While a step is in flight nothing is preempted: `too_few_blocks` is set, and the sequence is left out.
         """
+        self.too_few_blocks = False
         budget, before = self.limits.max_num_batched_tokens, self.preemptions
         chosen: dict[int, ScheduledChunk] = {}
         allowed: PromptAllowance | None = None
         order = sorted(self.running, key=lambda r: (not r.is_decoding, r.priority, r.arrival))
         for request in order:
-            if not budget or (self.preemptions != before and request not in self.running):
-                continue  # it waits for the next step, or was preempted for another sequence
+            if not budget or request.is_complete or (self.preemptions != before and request not in self.running):
+                continue  # it waits for the next step, needs none, or was preempted for another sequence
             is_prompt = not request.is_decoding
             if is_prompt:
                 budget -= self._add_drafts(chosen, budget)  # before prompts, whose chunks use up the budget
@@ -190,7 +196,7 @@ class Scheduler:
         budget -= self._add_drafts(chosen, budget)
         allowed = allowed or self._allow_prompts(chosen)
         joins = self.limits.insertion.max_new_requests_per_step or self.limits.max_num_seqs
-        joins *= self.preemptions == before  # a preempted sequence waits a step
+        joins *= self.preemptions == before and not self.too_few_blocks  # a preempted sequence waits a step
         while budget and joins > 0 and len(self.running) < self.limits.max_num_seqs and not allowed.is_used_up:
             candidate = _next_waiting(self.waiting, self.running)
             if candidate is None:
@@ -245,7 +251,7 @@ class Scheduler:
         """
         usable: list[bytes] = []
         if self.root is not None and not request.needs_every_row:
-            self._hash(request, request.tokens)
+            hash_blocks(request, request.tokens, self.root, self.block_tokens, self.lookahead)
             # At least one token must be computed, for its logits.
             usable = request.hashes[: (request.tokens - 1) // self.block_tokens]
         if self.states is not None:
@@ -264,21 +270,15 @@ class Scheduler:
         self.running.append(request)
         return True
 
-    def _hash(self, request: Request, tokens: int) -> None:
-        """Hash the full blocks among its first `tokens` tokens that have no hash yet, if the lookahead is known."""
-        done = len(request.hashes) * self.block_tokens
-        if tokens - done >= self.block_tokens:
-            assert self.root is not None
-            parent = request.hashes[-1] if request.hashes else self.root(request.tenant)
-            known = request.slice(done, tokens + self.lookahead)
-            request.hashes += block_hashes(parent, known, self.block_tokens, lookahead=self.lookahead)
-
     def _reserve(self, request: Request, tokens: int, chosen: dict[int, ScheduledChunk]) -> bool:
         """Give a sequence blocks for `tokens` tokens. If too few are free, take back blocks of drafts, then preempt
         sequences that are not in `chosen`, the last in order first; False if it was preempted itself.
         """
         while not self.extend(request, tokens):
-            if self._trim(chosen):
+            if self.in_flight.steps:
+                self.too_few_blocks = True
+                return False
+            if self.tables.trim(self.running, {key: len(chunk.drafts) for key, chunk in chosen.items()}):
                 continue
             others = [r for r in self.running if id(r) not in chosen]
             last = max(others, key=lambda r: (r.priority, r.arrival))
@@ -287,22 +287,11 @@ class Scheduler:
                 return False
         return True
 
-    def _trim(self, chosen: dict[int, ScheduledChunk]) -> int:
-        """Take back blocks reserved for drafts, except this step's, and drop these drafts; returns how many."""
-        freed = 0
-        for r in self.running:
-            drafts = len(chosen[id(r)].drafts) if id(r) in chosen else 0
-            if surplus := self.release_beyond(r, r.tokens + drafts):
-                freed += surplus
-                # The draft model may have written their entries there, and would expect them in new blocks.
-                del r.drafts[min(len(t.blocks) for t in r.tables) * self.block_tokens - r.tokens :]
-        return freed
-
     def preempt(self, request: Request) -> None:
         """Release all blocks and drafts of a running sequence; it waits, and is computed again from its tokens."""
         self.running.remove(request)
         self.release(request)
-        request.computed, request.recomputed, request.drafts = 0, 0, []
+        request.computed, request.recomputed, request.pending, request.drafts = 0, 0, 0, []
         request.preemptions += 1
         self.preemptions += 1
         self.waiting.append(request)
@@ -311,7 +300,7 @@ class Scheduler:
         """Give back all blocks and the state slots of a sequence."""
         self.tables.release_all(request)
         if self.states is not None and request.state is not None:
-            self.states.release(request.state)
+            self.in_flight.release_states(request.state)
             request.state = None
 
     def queries(self, chosen: list[ScheduledChunk]) -> list[Query]:
@@ -322,6 +311,8 @@ class Scheduler:
         for s in chosen:
             r = s.request
             ids = [*r.slice(r.computed, r.computed + s.count), *s.drafts]
+            if r.pending and s.samples_next:
+                ids.append(0)  # stands for the token that the step in flight chooses
             stop = self.tables.blocks_for(r.computed + s.rows)
             more_blocks = [t.blocks[:stop] for t in r.tables[1:]] if len(r.tables) > 1 else ()
             num_logits: int | None = 1 + len(s.drafts) if s.samples_next else 0
@@ -339,7 +330,7 @@ class Scheduler:
         Where a sequence has states and a draft was refused, none of that holds: the states went past the draft, so the
         next step reads those before this step, and computes its known and accepted tokens once more.
 
-        Call it after the sequence's new tokens were appended to `generated`, and before `remove`.
+        Call it when the sequence's new tokens are in `generated`, before `remove`.
         """
         request = chunk.request
         request.drafts = []  # they were guesses for positions that are decided now
@@ -348,24 +339,27 @@ class Scheduler:
             return
         request.recomputed = max(0, request.recomputed - chunk.count)
         request.computed += chunk.count + accepted
-        full, rest = divmod(request.computed, self.block_tokens)
-        if self.root is not None:
-            self._hash(request, request.computed)
-            first = (request.computed - chunk.count - accepted) // self.block_tokens
-            if full > first:
-                self.tables.publish(request, first, full)
+        self.publish(request, request.computed - chunk.count - accepted, request.computed)
         if self.states is not None and request.state is not None:
-            known = self.root is not None and not rest
-            request.state = self.states.advance(request.state, request.hashes[full - 1] if known else None)
+            full, rest = divmod(request.computed, self.block_tokens)
+            found = request.hashes[full - 1] if self.root is not None and not rest else None
+            request.state = self.states.advance(request.state, found)
 
-    def release_out_of_window(self, request: Request) -> None:
-        """Release the blocks that the windows of all their layers have passed. None without a window.
+    def publish(self, request: Request, first: int, stop: int) -> None:
+        """Full blocks of a sequence's tokens `first` to `stop` (without) can be found by their content from now on."""
+        if self.root is not None:
+            hash_blocks(request, stop, self.root, self.block_tokens, self.lookahead)
+            if stop // self.block_tokens > first // self.block_tokens:
+                self.tables.publish(request, first // self.block_tokens, stop // self.block_tokens)
+
+    def release_out_of_window(self, request: Request, computed: int | None = None) -> None:
+        """Release the blocks that the windows of all their layers have passed; `computed`: see `SequenceTables`.
 
         Call it only after the step: the draft model still reads the chunk's early rows, which need blocks the last row
         no longer does.
         """
         if self.tables.windowed and request in self.running:
-            self.tables.release_out_of_window(request)
+            self.tables.release_out_of_window(request, computed)
 
     def remove(self, request: Request) -> None:
         """Remove a request that ended, running or waiting, and release its blocks; its id may be used again."""

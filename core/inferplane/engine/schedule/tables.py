@@ -6,10 +6,10 @@ back blocks before it (`inferplane.kvcache.tables`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from inferplane.engine.request.state import BlockTable, Request
-from inferplane.kvcache import BlockAllocator, blocks_held
+from inferplane.kvcache import BlockAllocator, block_hashes, blocks_held
 from inferplane.kvcache.tables import Windows
 
 
@@ -20,11 +20,14 @@ class SequenceTables:
         allocator: the blocks.
         block_tokens: tokens per block.
         windows: the widest window of the layers of each table, in tokens; None: a layer attends to all tokens.
+
+    Attributes: `held`, blocks that sequences gave back while a step that may use them is in flight; None: none is.
     """
 
     def __init__(self, allocator: BlockAllocator, block_tokens: int, windows: Windows = (None,)) -> None:
         self.allocator, self.block_tokens, self.windows = allocator, block_tokens, tuple(windows)
         self.windowed = [(table, w) for table, w in enumerate(self.windows) if w is not None]
+        self.held: list[int] | None = None
 
     def blocks_for(self, tokens: int) -> int:
         """The number of blocks that `tokens` tokens need in each table."""
@@ -113,24 +116,48 @@ class SequenceTables:
         for table in request.tables:
             if surplus := table.blocks[keep:]:
                 del table.blocks[keep:]
-                self.allocator.release(surplus)
+                self._give_back(surplus)
                 count += len(surplus)
         return count
 
-    def release_out_of_window(self, request: Request) -> None:
-        """Release the blocks that no layer of their table will read again; they stand as 0 in it."""
+    def trim(self, running: Sequence[Request], drafts: Mapping[int, int]) -> int:
+        """Take back blocks reserved for drafts, except the next step's, and drop these drafts; returns how many.
+
+        Args:
+            running: sequences with blocks.
+            drafts: the number of drafts in the next step, by the id of the sequence's object; none where it is absent.
+        """
+        freed = 0
+        for r in running:
+            if surplus := self.release_beyond(r, r.tokens + drafts.get(id(r), 0)):
+                freed += surplus
+                # The draft model may have written their entries there, and would expect them in new blocks.
+                del r.drafts[min(len(t.blocks) for t in r.tables) * self.block_tokens - r.tokens :]
+        return freed
+
+    def release_out_of_window(self, request: Request, computed: int | None = None) -> None:
+        """Release the blocks that no layer of their table reads again once `computed` tokens are computed (None: those
+        that are); they stand as 0 in it.
+        """
+        computed = request.computed if computed is None else computed
         for number, window in self.windowed:
-            table, count = request.tables[number], self._count_passed(request.computed, window)
+            table, count = request.tables[number], self._count_passed(computed, window)
             if count > table.released:
-                self.allocator.release(table.blocks[table.released : count])
+                self._give_back(table.blocks[table.released : count])
                 table.blocks[table.released : count] = [0] * (count - table.released)
                 table.released = count
 
     def release_all(self, request: Request) -> None:
         """Release all blocks of a sequence."""
         for table in request.tables:
-            self.allocator.release(table.held)
+            self._give_back(table.held)
         request.tables = []
+
+    def _give_back(self, blocks: list[int]) -> None:
+        if self.held is None:
+            self.allocator.release(blocks)
+        else:
+            self.held += blocks
 
     # -- content
 
@@ -166,3 +193,20 @@ class SequenceTables:
 def _content(block_hash: bytes, table: int) -> bytes:
     """What the block of a table holds: its tokens' hash, and the table's number unless it is the first."""
     return block_hash + table.to_bytes(4, "little") if table else block_hash
+
+
+def hash_blocks(request: Request, tokens: int, root: Callable[[str], bytes], block_tokens: int, lookahead: int) -> None:
+    """Hash the full blocks among a sequence's first `tokens` tokens that have no hash yet, if the lookahead is known.
+
+    Args:
+        request: gets the hashes.
+        tokens: how many of its tokens count.
+        root: `tenant -> bytes`, the parent of the first block's hash.
+        block_tokens: tokens per block.
+        lookahead: tokens after a block that its hash covers too.
+    """
+    done = len(request.hashes) * block_tokens
+    if tokens - done >= block_tokens:
+        parent = request.hashes[-1] if request.hashes else root(request.tenant)
+        known = request.slice(done, tokens + lookahead)
+        request.hashes += block_hashes(parent, known, block_tokens, lookahead=lookahead)

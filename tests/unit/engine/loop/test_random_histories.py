@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from inferplane.engine.loop import accept_tokens as accept_module
 from inferplane.engine.loop import engine as engine_module
 from inferplane.engine.request.params import SamplingParams
 from inferplane.engine.schedule.insertion import Insertion
@@ -53,6 +54,7 @@ POOLS = st.fixed_dictionaries(
         "script": st.sampled_from([None, "right", "wrong", "alternate", "junk"]),
         "drafts": st.integers(1, 5),
         "recurrent": st.sampled_from([0, 0, 1, 3, 5]),
+        "async_scheduling": st.sampled_from(["off", "on", "on", "on with drafts"]),
         "windows": st.sampled_from(
             [
                 (None,),
@@ -87,12 +89,15 @@ class Histories(RuleBasedStateMachine):
     @initialize(pool=POOLS)
     def start(self, pool):
         self.clock = Clock()
-        engine_module.time = self.clock
-        self.doomed, self.interrupts = set(), []
+        engine_module.time = accept_module.time = self.clock
+        self.doomed, self.late, self.interrupts = set(), set(), []
         if pool["windows"][0] is not None:
             pool["recurrent"] = 0
+        if pool["async_scheduling"] == "on":
+            pool["script"] = None
+        pool["async_scheduling"] = pool["async_scheduling"].split()[0]
         self.engine = engine(**pool, spec={"verify_strategy": "target_match"} if pool["script"] else None)
-        self.engine.fail_for = self.fail_for
+        self.engine.fail_for, self.engine.fail_later_for = self.fail_for, self.fail_later_for
         inner = self.engine.runner.run
 
         def run(batch):
@@ -105,7 +110,14 @@ class Histories(RuleBasedStateMachine):
         if self.interrupts and self.interrupts[0] == "run":
             self.interrupts.pop()
             raise KeyboardInterrupt
-        if id(request) in self.doomed:
+        if id(request) in self.doomed - self.late:
+            raise ValueError(f"planted for {request.request_id}")
+
+    def fail_later_for(self, request):
+        if self.interrupts and self.interrupts[0] == "read":
+            self.interrupts.pop()
+            raise KeyboardInterrupt
+        if id(request) in self.late:
             raise ValueError(f"planted for {request.request_id}")
 
     @property
@@ -120,7 +132,7 @@ class Histories(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         tenant=st.sampled_from(["", "b"]),
         patience=st.sampled_from([None, None, 3.0]),
-        doomed=st.sampled_from([False] * 7 + [True]),
+        doomed=st.sampled_from([""] * 8 + ["launch", "read"]),
     )
     def add(self, stem, cut, tail, params, priority, tenant, patience, doomed):
         more = {"priority": priority, "tenant": tenant, "arrived": self.clock.now}
@@ -132,6 +144,8 @@ class Histories(RuleBasedStateMachine):
             return
         if doomed:
             self.doomed.add(id(request))
+        if doomed == "read":
+            self.late.add(id(request))
 
     @rule(n=st.integers(1, 3))
     def step(self, n):
@@ -161,7 +175,7 @@ class Histories(RuleBasedStateMachine):
         self.clock.now += seconds
 
     @precondition(lambda self: self.engine.busy)
-    @rule(where=st.sampled_from(["run", "run", "propose"]))
+    @rule(where=st.sampled_from(["run", "run", "read", "propose"]))
     def interrupt(self, where):
         self.interrupts = [where]
         inner = self.engine._propose
@@ -171,8 +185,10 @@ class Histories(RuleBasedStateMachine):
 
         if where == "propose":
             self.engine._propose = propose
-        interrupted(self.engine.step)
-        self.engine._propose, self.interrupts = inner, []
+        try:
+            interrupted(self.engine.step)
+        finally:
+            self.engine._propose, self.interrupts = inner, []
 
     @invariant()
     def holds(self):
@@ -195,7 +211,7 @@ class Histories(RuleBasedStateMachine):
                     assert r.finish_reason is not None and (r.finish_reason != "error" or id(r) in self.doomed)
                 assert self.engine.speculator is None or not self.engine.speculator.lengths._length
         finally:
-            engine_module.time = time
+            engine_module.time = accept_module.time = time
 
 
 def machine(runs, **more):
