@@ -65,7 +65,7 @@ CASES = {
         "max_num_seqs": 3,
         "max_num_batched_tokens": 5,
     },
-    "steps ahead, little room": {"async_scheduling": "on", "room": 2.5},
+    "steps ahead, little room": {"async_scheduling": "on", "room": 1.5},
     "steps ahead, n-gram drafts": {"async_scheduling": "on", "speculative_config": NGRAM},
     "n-gram drafts": {"speculative_config": NGRAM},
     "n-gram drafts, little room, chunks of 9": {"speculative_config": NGRAM, "room": 1.5, "max_num_batched_tokens": 9},
