@@ -57,7 +57,7 @@ def folders(tmp_path_factory):
 
 
 def spec(method, head, drafts=3, **more):
-    found = {"method": method, "num_speculative_tokens": drafts, **more}
+    found = {"method": method, "num_speculative_tokens": drafts, "only_if_faster": False, **more}
     return found if method == "mtp" else {**found, "model": head}
 
 

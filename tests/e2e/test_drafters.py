@@ -15,7 +15,8 @@ from inferplane.binding import view_of
 from inferplane.engine.request import seeds as seed_math
 from inferplane.engine.sampling import rng
 from inferplane.engine.sampling.batch_rows import BatchRow
-from inferplane.engine.speculate import verify
+from inferplane.engine.speculate import network, verify
+from inferplane.engine.speculate.control import DraftControl
 from inferplane.errors import CheckpointError, UnsupportedModelError, UsageError
 from inferplane.kvcache import paged_layout
 from inferplane.plugins import host
@@ -259,6 +260,47 @@ def test_a_block_ends_where_the_next_token_differs(folders):
             same = llm.generate([[*p[:36], 1, 2]], SamplingParams(max_tokens=2, **GREEDY))[0]
             other = llm.generate([[*p[:32], (p[32] + 1) % 160, 5]], SamplingParams(max_tokens=2, **GREEDY))[0]
             assert same.timings.cached_tokens == 32 and other.timings.cached_tokens == 16 * shared
+
+
+# ------------------------------------------------------------------ pauses
+
+
+@pytest.mark.parametrize("method", ["draft_model", "mtp", "eagle"])
+def test_text_stays_the_same_through_pauses(method, folders, monkeypatch):
+    """While drafting is paused, entries are not written; afterwards a draft model reads what it missed, and layers
+    draft for new sequences alone. Nothing is remembered of ended ones."""
+    pauses = lambda control: control.steps % 12 >= 6  # noqa: E731
+    monkeypatch.setattr(DraftControl, "is_paused", property(pauses))
+    monkeypatch.setattr(DraftControl, "limit", lambda control, request: 0 if pauses(control) else control.maximum)
+    every, params = prompts(160, (20, 5, 33, 16)), SamplingParams(max_tokens=41, **GREEDY)
+    options = {"device": "cpu", "dtype": "float32", "max_num_seqs": 2}
+    with LLM(folders / "mla_moe", **options) as llm:
+        want = [r.token_ids for r in llm.generate(every, params)]
+    config = spec(folders, method, only_if_faster=True)
+    with LLM(folders / "mla_moe", **options, speculative_config=config) as llm:
+        got = [r.token_ids for r in llm.generate(every, params)]
+        drafted = llm.engine.stats()["spec_decode_num_draft_tokens_total"]
+        again = [r.token_ids for r in llm.generate([e + t for e, t in zip(every, got)], params)]  # behind such blocks
+        speculator = llm.engine.speculator
+        assert not speculator.proposer.missing and not speculator.lengths.control._of
+    assert got == want and drafted > 0
+    with LLM(folders / "mla_moe", **options) as llm:
+        assert again == [r.token_ids for r in llm.generate([e + t for e, t in zip(every, want)], params)]
+
+
+def test_a_draft_model_reads_what_it_missed(folders, monkeypatch):
+    """Its drafts stand after a pause as before; where it missed too much, it makes none."""
+    for most, accepts in ((100, True), (3, False)):
+        monkeypatch.setattr(network, "MOST_MISSING", most)
+        pauses = lambda control: 4 <= control.steps < 12  # noqa: E731
+        monkeypatch.setattr(DraftControl, "is_paused", property(pauses))
+        monkeypatch.setattr(DraftControl, "limit", lambda control, request: 0 if pauses(control) else 3)  # noqa: B023
+        config = {"method": "draft", "model": folders / "gqa", "num_speculative_tokens": 3}
+        with LLM(folders / "gqa", device="cpu", dtype="float32", speculative_config=config) as llm:
+            llm.generate(prompts(160, (33,)), SamplingParams(max_tokens=41, **GREEDY))
+            stats = llm.engine.stats()
+        drafted, accepted = (stats[f"spec_decode_num_{x}_tokens_total"] for x in ("draft", "accepted"))
+        assert drafted == accepted and (accepted > 20) == accepts  # four steps before the pause have 12
 
 
 # ------------------------------------------------------------------ loading

@@ -11,10 +11,10 @@ from tests.e2e.drafters import eagle_head, noisy_copy, with_mtp
 from tests.e2e.tiny_models import config_of, deepseek_config, llama_config, prompts, random_model
 
 LENGTHS = (40, 7, 23, 1, 33, 12, 40, 18)
-NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
-MTP = {"method": "mtp", "num_speculative_tokens": 3}
-EAGLE = {"method": "eagle", "num_speculative_tokens": 3}
-DRAFT = {"method": "draft_model", "num_speculative_tokens": 4}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "only_if_faster": False}
+MTP = {"method": "mtp", "num_speculative_tokens": 3, "only_if_faster": False}
+EAGLE = {"method": "eagle", "num_speculative_tokens": 3, "only_if_faster": False}
+DRAFT = {"method": "draft_model", "num_speculative_tokens": 4, "only_if_faster": False}
 MODELS = ("gqa", "gqa_moe", "mla_moe")
 
 

@@ -19,8 +19,8 @@ STATES = ("qwen3_5", "nemotron_h")
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_model_len": 64, "max_num_seqs": 8}
 LENGTHS = (40, 7, 23, 1, 33, 40)
 COUNTS = (14, 20, 9, 16, 11, 12)
-NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
-DRAFT = {"method": "draft_model", "num_speculative_tokens": 4}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "only_if_faster": False}
+DRAFT = {"method": "draft_model", "num_speculative_tokens": 4, "only_if_faster": False}
 FEW = {"room": 1.2, "max_num_batched_tokens": 9}
 
 

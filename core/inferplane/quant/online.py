@@ -116,6 +116,8 @@ UNIT_COLUMNS = 256
 """Columns of which scales, and minimums, are integers times one number, so that a kernel may keep them in a byte each.
 Their rounding adds half a percent to the mean squared error."""
 UNIT_TOP = 127
+MAX_ROUNDING = 0.06
+"""Share of a group's scale, and of its range, by which rounding to integers of a unit may change scale and minimum."""
 
 
 def find_role(name: str) -> str:
@@ -322,8 +324,9 @@ def _quantize_from_minimum(weight: torch.Tensor, format: str) -> QTensor:
     tiles = w.unflatten(1, (-1, columns))
     is_finite = tiles.isfinite().all(-1)
     tiles = torch.where(is_finite[..., None], tiles, 0.0)
-    minimum, most = tiles.aminmax(dim=-1)
-    scale = torch.where(most > minimum, (most - minimum) / top, 0.0)
+    least, most = tiles.aminmax(dim=-1)
+    minimum = least
+    scale = torch.where(most > minimum, most / top - minimum / top, 0.0)
 
     def find_entries() -> torch.Tensor:
         return (tiles - minimum[..., None]).div_(scale[..., None]).nan_to_num_(0.0).round_().clamp_(0, top)
@@ -333,10 +336,15 @@ def _quantize_from_minimum(weight: torch.Tensor, format: str) -> QTensor:
         mean, mean_of_tile = entries.mean(-1), tiles.mean(-1)
         variance = entries.square().mean(-1) - mean.square()
         covariance = entries.mul_(tiles).mean(-1) - mean * mean_of_tile
-        scale = torch.where((variance > 0) & (covariance > 0), covariance / variance, scale)
-        minimum = mean_of_tile - scale * mean
-    scale = _round_to_units(scale, UNIT_COLUMNS // columns, least=1)
-    minimum = _round_to_units(minimum, UNIT_COLUMNS // columns, least=-UNIT_TOP)
+        fits = (variance > 0) & (covariance > 0) & covariance.isfinite()
+        scale = torch.where(fits, covariance / variance, scale)
+        minimum = torch.where(fits, mean_of_tile - scale * mean, minimum)
+    exact, groups = (torch.where(scale > 0, scale, 1.0), minimum), UNIT_COLUMNS // columns
+    scale, minimum = _round_to_units(scale, groups, least=1), _round_to_units(minimum, groups, least=-UNIT_TOP)
+    # Beside an outlier a unit is too coarse for the others: then the numbers of the row are rounded one by one.
+    off = ((scale / exact[0] - 1).abs() > MAX_ROUNDING) & (most > least)
+    off = (off | ((minimum - exact[1]).abs() > MAX_ROUNDING * exact[0] * top)).any(1, keepdim=True)
+    scale, minimum = (torch.where(off, _round_to_float16(e), r) for e, r in zip(exact, (scale, minimum)))
     data = find_entries().flatten(1)[:, :k].to(dtype)
     scale, minimum = (numbers.masked_fill(~is_finite, torch.nan) for numbers in (scale, minimum))
     return QTensor(data, scale, block=block, bits=bits, minimum=minimum)

@@ -24,7 +24,6 @@ class Accelerator(Backend):
     """
 
     auto_rank: ClassVar[int] = 100
-    asynchronous: ClassVar[bool] = True
 
     def runtime(self) -> Any:
         """(optional) That module; the first call may import the vendor's package. Default: torch's attribute with the

@@ -39,7 +39,8 @@ class Backend(ABC):
 
     asynchronous: ClassVar[bool] = False
     """(optional) True if launched work runs in the order of its launch while the host goes on, and `start_read` waits
-    for no work that is launched later. The engine then prepares the next step meanwhile. Default: False."""
+    for no work that is launched later. The engine then prepares the next step meanwhile. Default: False, also for
+    `Accelerator`, on whose devices `async_scheduling="on"` switches it on: it was measured on none of them."""
 
     def __init__(self, index: int = 0) -> None:
         self.index = index

@@ -212,6 +212,24 @@ def test_minimums_and_scales_are_fitted_and_integers_of_a_unit():
         assert (multiples - multiples.round()).abs().max() < 0.06 and len(multiples.round().unique()) > 50
 
 
+@pytest.mark.parametrize("outlier", [30.0, 1000.0, 1e5])
+def test_an_outlier_spoils_no_neighbour(outlier):
+    """One in a row of 512, or a column: other groups of its 256 columns lose no more than in symmetric groups."""
+    w = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)) * 0.02
+    w[:32, 40] *= outlier
+    w[32, 7] = outlier
+    rest = torch.ones(512, dtype=torch.bool)
+    rest[:64] = False
+    found, plain = (quantize(w, f).dequantize()[:, rest] - w[:, rest] for f in ("int4_min32", "int4_group32"))
+    assert found.square().mean() < 0.85 * plain.square().mean()
+
+
+def test_the_largest_numbers_stay_finite():
+    w = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).clamp(-3, 3) * 1e37
+    found = quantize(w, "int4_min32").dequantize()
+    assert found.isfinite().all() and (found - w).abs().max() < 0.1 * w.abs().max()
+
+
 @pytest.mark.skipif(not instruction_sets(), reason="not run: no native kernels")
 def test_fitted_scales_take_a_byte_each():
     """So do minimums: 4.625 bits an entry."""

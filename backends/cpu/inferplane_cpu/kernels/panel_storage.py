@@ -20,7 +20,7 @@ from inferplane_cpu.kernels.packing import (
 from inferplane_cpu.kernels.panel_bytes import count_panel_bytes
 from inferplane_cpu.native import INT4, INT6, INT8, MXFP4
 
-VERSION = "1"
+VERSION = "2"
 """Of the layout in csrc/products/weight_panels.h: grows with every change of what its bytes mean."""
 DATA, KIND, COLUMNS = "data", "kind", "columns"
 KINDS = {"int8": INT8, "int6": INT6, "int4": INT4, "mxfp4": MXFP4}
@@ -53,7 +53,7 @@ def read_panels(stored: StoredWeight, shape: tuple[int, ...]) -> Panels:
     each = (experts, math.ceil(n / PANEL_ROWS), groups, PANEL_ROWS)
     units = (*each[:2], math.ceil(groups * columns / UNIT_COLUMNS), PANEL_ROWS)
     forms = {"_f16": (each, torch.float16), "": (each, torch.float32), "_code": (each, torch.int8)}
-    forms |= {"_unit": (units, torch.float32), "_exponent": (each, torch.uint8)}
+    forms |= {"_unit": (units, torch.float16), "_exponent": (each, torch.uint8)}
     widths: list[tuple[str, ...]] = [("_f16",), ("",)]
     widths += [("_exponent",)] if kind == MXFP4 else []
     widths += [("_code", "_unit")] if columns in COLUMNS_WITH_UNITS else []

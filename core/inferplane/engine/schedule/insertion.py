@@ -58,7 +58,8 @@ class StepTimes:
     """The time of a step as a sum: a constant, so much per row that decodes, per token of a prompt and per pair of
     query and key. It is fitted to measured steps by least squares, none of the four being negative.
 
-    Steps with tokens of prompts and steps without are forgotten apart, so that neither are when only the others come.
+    Steps with tokens of prompts are not forgotten while sequences only decode. Those without are when others come, or
+    one that was slow would count for as long as prompts wait.
     """
 
     def __init__(self) -> None:
@@ -77,6 +78,7 @@ class StepTimes:
             self.deviation = MEMORY * self.deviation + (1 - MEMORY) * max(0.0, seconds - known)
         sums.add(_features(work), seconds)
         if work.prompt_tokens:
+            self._sums[False].fade()
             self.lately = max(MEMORY * self.lately, float(work.prompt_tokens))
         self._fitted = None
 
@@ -105,7 +107,7 @@ class StepTimes:
         if seconds == math.inf:
             return 2**31
         if square > 0:
-            return int((math.sqrt(linear * linear + 4 * square * seconds) - linear) / (2 * square))
+            return int(min(2 * seconds / (math.sqrt(linear * linear + 4 * square * seconds) + linear), 2.0**31))
         return int(min(seconds / linear, 2.0**31)) if linear > 0 else 2**31
 
 
@@ -160,11 +162,16 @@ class _Sums:
         self.count = 0
 
     def add(self, features: Sequence[float], seconds: float) -> None:
+        self.fade()
         self.count += 1
         for i, f in enumerate(features):
-            self.products[i] = MEMORY * self.products[i] + f * seconds
+            self.products[i] += f * seconds
             for j, g in enumerate(features):
-                self.squares[i][j] = MEMORY * self.squares[i][j] + f * g
+                self.squares[i][j] += f * g
+
+    def fade(self) -> None:
+        self.products = [MEMORY * number for number in self.products]
+        self.squares = [[MEMORY * number for number in row] for row in self.squares]
 
     def plus(self, other: _Sums) -> _Sums:
         both = _Sums()

@@ -57,8 +57,6 @@ class SpeculativeConfig:
             0 only; "topp" accepts any draft inside the nucleus and changes the distribution.
         accept_policy: "accept_all" and "reject_all" are for debugging.
         adaptive: draft fewer tokens after rejections and more after acceptances.
-        only_if_faster: draft only as far as it gives more tokens a second, by measured steps of as many sequences; not
-            where a request has a seed and drafts may change what is drawn. Off where `adaptive` is.
         max_candidates: maximum number of nucleus members that "topp" accepts.
         model: the draft model, the EAGLE head or the prediction layers: a folder, a name on a hub, or "demo-draft" and
             "demo-eagle", which draft for the demo model. Without it "mtp" takes the layers in the model's own files. A
@@ -70,6 +68,8 @@ class SpeculativeConfig:
             one.
         draft_quantization: as `quantization`, for what drafts; "none": as it is stored. Left out: the model's, unless
             it has files of its own that are quantized already.
+        only_if_faster: draft only as far as it gives more tokens a second, by measured steps of as many sequences; not
+            where a request has a seed and drafts may change what is drawn. Off where `adaptive` is.
 
     Raises:
         UsageError: a value is unknown or out of range.
@@ -81,13 +81,13 @@ class SpeculativeConfig:
     verify_strategy: VerifyStrategy = "rejection"
     accept_policy: AcceptPolicy = "normal"
     adaptive: bool = True
-    only_if_faster: bool = True
     max_candidates: int = 5
     verify_window: int = 2
     model: Any = None
     draft_dtype: str = "auto"
     draft_kv_cache_dtype: str = "auto"
     draft_quantization: str | None = None
+    only_if_faster: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "method", DRAFT_ALIASES.get(self.method, self.method))

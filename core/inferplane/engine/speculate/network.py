@@ -24,7 +24,7 @@ from inferplane.types.batch import HostLens, Query, make_batch
 Reserve = Callable[[Request, int], bool]
 """`(request, tokens) -> bool`: gives a sequence blocks for `tokens` tokens, if there are enough."""
 MOST_MISSING = 1024
-"""Tokens that a draft model reads at once to draft again; sequences that lack more go on without drafts."""
+"""Tokens that a draft model reads once more to draft again; sequences that lack more go on without drafts."""
 Forward = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """`(batch, hidden) -> (logits, hidden)` of the network that drafts."""
 
@@ -73,6 +73,10 @@ class NetworkProposer(Proposer):
         """
         raise NotImplementedError
 
+    def skips(self, chunk: VerifiedChunk, max_drafts: int) -> bool:
+        """Whether the entries of a chunk are left out: its sequence decodes, or ends, while drafting is paused."""
+        return self.is_paused and not max_drafts and chunk.rows <= FEW_TOKENS and bool(chunk.request.generated)
+
     def forget(self, request: Request) -> None:
         """See `Proposer.forget`."""
         self.missing.pop(request.request_id, None)
@@ -86,7 +90,7 @@ class NetworkProposer(Proposer):
     def complete(self, ended: Sequence[VerifiedChunk], hidden: torch.Tensor) -> None:
         """See `Proposer.complete`. Only blocks that became full in this step lack entries that could be read."""
         n = self.block_tokens
-        filled = [c for c in ended if (c.first + c.rows) // n > c.first // n]
+        filled = [c for c in ended if (c.first + c.rows) // n > c.first // n and not self.skips(c, 0)]
         self._first_forward(filled, [0] * len(filled), hidden)
 
     def propose(
@@ -229,7 +233,8 @@ class DraftLayerProposer(NetworkProposer):
 
     So the entries of a block depend on its tokens and on the token after them. While such a layer drafts, the hash of a
     block covers both (`Scheduler`'s `lookahead`), so a prefix hit finds exactly the entries that the sequence would
-    have written itself, up to the block's end: no hidden state from before is needed.
+    have written itself, up to the block's end: no hidden state from before is needed. Only blocks that were filled
+    while drafting was paused lack entries: drafts after them are accepted less often.
 
     Args:
         runner: the model, bound and loaded. Steps of the layer are captured in the sizes of the model's own steps.
@@ -258,7 +263,7 @@ class DraftLayerProposer(NetworkProposer):
         request = chunk.request
         if self.missing.get(request.request_id, chunk.first) < chunk.first:
             return None  # the hidden states of what lacks entries are not known any more
-        if self.is_paused and not max_drafts and chunk.rows <= FEW_TOKENS and request.generated:
+        if self.skips(chunk, max_drafts):
             self.missing[request.request_id] = chunk.first
             return None
         self.missing.pop(request.request_id, None)
@@ -285,7 +290,8 @@ class DraftModelProposer(NetworkProposer):
     """A draft model with a plan, weights and a cache of its own.
 
     Its cache has as many blocks of the same size as the target's, and both use a sequence's block table. So a block
-    that is found again by its content holds the draft model's entries too, and preemption frees them with the others.
+    that is found again by its content holds the draft model's entries too, unless it was filled while drafting was
+    paused, and preemption frees them with the others.
 
     Each step it runs on the tokens that have no entries yet: the newest token, and the tokens of the last step except
     for accepted drafts, on which it ran when it made them.
@@ -312,10 +318,13 @@ class DraftModelProposer(NetworkProposer):
         start = chunk.first + (1 + min(chunk.num_accepted, chunk.num_drafts - 1) if chunk.num_drafts else 0)
         request = chunk.request
         start = min(start, self.missing.get(request.request_id, start))
-        if self.is_paused and not max_drafts and chunk.rows <= FEW_TOKENS and request.generated:
+        if self.skips(chunk, max_drafts):
             self.missing[request.request_id] = start
             return None
-        if start >= stop or stop - start > MOST_MISSING:
+        if start >= stop:
+            return None
+        if chunk.first - start > MOST_MISSING:
+            self.missing[request.request_id] = start
             return None
         self.missing.pop(request.request_id, None)
         query = Query(request.slice(start, stop), start, self.blocks(chunk.blocks, stop), 1 if max_drafts else 0)

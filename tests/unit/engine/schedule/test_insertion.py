@@ -66,6 +66,23 @@ def test_a_step_that_compiles_counts_for_less():
     assert times.predict(work) < 2 * seconds_of(work)
 
 
+def test_a_slow_first_step_is_forgotten_while_prompts_wait():
+    times, limits = StepTimes(), Insertion(max_inter_token_ms=50)
+    times.observe(StepWork(4, 0, 100), 8.0)
+    found = []
+    for _ in range(400):
+        allowed = PromptAllowance(limits, times, [(1, 100)] * 4)
+        found.append(allowed.take(0, 10**6))
+        work = StepWork(4, found[-1], count_pairs((found[-1], 0)) + 4 * count_pairs((1, 100)))
+        times.observe(work, seconds_of(work))
+    assert found[0] == MIN_TOKENS and min(found[-50:]) > 200
+
+
+def test_tiny_costs_of_pairs_do_not_cancel():
+    times = measured((0.004, 0.0005, 0.0001, 1e-18))
+    assert times.most_tokens(0, 0.1) == pytest.approx(1000, rel=0.03)
+
+
 def test_no_coefficient_is_negative():
     times = StepTimes()
     for rows, seconds in ((1, 0.5), (2, 0.4), (3, 0.3), (4, 0.2)):  # more work, and less time
