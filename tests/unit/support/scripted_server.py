@@ -42,10 +42,14 @@ class ScriptedServer:
     Args:
         models: names that it lists.
         script: what to do with every request; "": what the first word of its last message says.
+        listing: the answer that lists models, in place of one with `models`.
+        answer: to every other request, byte by byte as it is.
     """
 
-    def __init__(self, models: tuple[str, ...] = ("scripted",), script: str = "") -> None:
-        self.models, self.script = models, script
+    def __init__(
+        self, models: tuple[str, ...] = ("scripted",), script: str = "", listing: bytes = b"", answer: bytes = b""
+    ) -> None:
+        self.models, self.script, self.listing, self.answer = models, script, listing, answer
         self.bodies: list[dict[str, Any]] = []
         self.heads: list[str] = []
         self.opened = 0
@@ -88,13 +92,17 @@ class ScriptedServer:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
                 self.heads.append(head)
                 if head.startswith("GET"):
-                    writer.write(plain(200, {"data": [{"id": name} for name in self.models]}, "Server: scripted"))
+                    names = {"data": [{"id": name} for name in self.models]}
+                    writer.write(self.listing or plain(200, names, "Server: scripted"))
                     continue
                 length = next(int(x[15:]) for x in head.lower().splitlines() if x.startswith("content-length:"))
                 body = json.loads(await reader.readexactly(length))
                 self.bodies.append(body)
                 if self.script == "once" and number:
                     return
+                if self.answer:
+                    writer.write(self.answer)
+                    continue
                 text = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
                 if await self._answer(self.script or text.split()[0], body, writer):
                     return

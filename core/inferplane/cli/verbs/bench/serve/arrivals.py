@@ -14,6 +14,10 @@ from dataclasses import dataclass
 from inferplane.errors import UsageError
 
 FORMS = "poisson, constant, gamma:SHAPE (a shape below 1 makes bursts, 1 is poisson)"
+MIN_SHAPE, MAX_SHAPE = 1e-3, 1e6
+"""Of a gamma distribution: with shapes far beyond these its method of drawing loses its numbers, and never returns."""
+MIN_RATE, MAX_RATE = 1e-6, 1e9
+"""Requests a second that a rate may have, so that no time overflows; one end of a ramp may be 0."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +69,16 @@ def parse_rate(words: str) -> Rate:
         UsageError: it is none of these, or not above 0.
     """
     wrong = UsageError(
-        f"--rate {words!r}.", there_is="requests a second above 0, inf (all at once), R1:R2 (from R1 to R2)"
+        f"--rate {words!r}.",
+        there_is=f"requests a second from {MIN_RATE:g} to {MAX_RATE:g}, inf (all at once), R1:R2 (from R1 to R2)",
     )
     first, colon, last = words.partition(":")
     try:
         rate = Rate(float(first), float(last if colon else first))
     except ValueError:
         raise wrong from None
-    limited = all(0 <= value < math.inf for value in (rate.first, rate.last)) and rate.first + rate.last > 0
-    if not (limited and (rate.is_ramp or rate.first > 0)) and not (words == "inf"):
+    limited = all(value == 0 or MIN_RATE <= value <= MAX_RATE for value in (rate.first, rate.last))
+    if not (limited and rate.first + rate.last > 0) and words != "inf":
         raise wrong
     return rate
 
@@ -111,8 +116,8 @@ def parse_process(words: str) -> Process:
         shape = float(number)
     except ValueError:
         shape = 0.0
-    if kind != "gamma" or not 0 < shape < math.inf:
-        raise UsageError(f"--arrivals {words!r}.", there_is=FORMS)
+    if kind != "gamma" or not MIN_SHAPE <= shape <= MAX_SHAPE:
+        raise UsageError(f"--arrivals {words!r}.", there_is=f"{FORMS}; SHAPE is from {MIN_SHAPE:g} to {MAX_SHAPE:g}")
     return Process(shape)
 
 

@@ -22,7 +22,7 @@ from inferplane.cli.verbs.bench.environment import report_date
 from inferplane.cli.verbs.bench.length_distribution import Lengths
 from inferplane.cli.verbs.bench.serve.arrivals import Process
 from inferplane.cli.verbs.bench.serve.datasets import Dataset
-from inferplane.cli.verbs.bench.serve.dialects import ENDPOINTS, BodyOptions, error_words
+from inferplane.cli.verbs.bench.serve.dialects import ENDPOINTS, MAX_COUNT, UNREADABLE, BodyOptions, error_words
 from inferplane.cli.verbs.bench.serve.event_stream import StreamError
 from inferplane.cli.verbs.bench.serve.figures import level_figures
 from inferplane.cli.verbs.bench.serve.http_client import HttpAnswer, HttpClient, NoAnswerError
@@ -151,7 +151,7 @@ def _names_of(answer: HttpAnswer) -> list[str]:
     try:
         listed = msgspec.json.decode(answer.body) if answer.status == 200 else {}
         return [entry["id"] for entry in listed["data"] if isinstance(entry["id"], str) and entry["id"].isprintable()]
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
+    except (*UNREADABLE, KeyError, TypeError):
         return []
 
 
@@ -237,14 +237,21 @@ def _interruptible(load: Load) -> Iterator[None]:
 
 def _add_notes(measurement: ServeMeasurement, dataset: Dataset) -> None:
     notes = measurement.notes
+    wrong = sum(record.has_wrong_usage for result in measurement.results for record in result.records)
+    if wrong:
+        notes.append(
+            f"The server's usage was refused in {wrong} of its answers: "
+            f"a count is negative, no whole number or above {MAX_COUNT}."
+        )
+    given = "no usage that is right" if wrong else "no usage"
     counted = {how for figures in measurement.figures for how in figures["tokens"]["counted_by"]}
     if "chunks" in counted:
         notes.append(
-            "The server gives no usage: output tokens are events with text, of which one may have several tokens. "
+            f"The server gives {given}: output tokens are events with text, of which one may have several tokens. "
             "Pass --tokenizer FOLDER to count them."
         )
     elif "tokenizer" in counted:
-        notes.append("The server gives no usage: output tokens were counted by --tokenizer.")
+        notes.append(f"The server gives {given}: output tokens were counted by --tokenizer.")
     if any(figures["tokens"]["without_prompt_count"] for figures in measurement.figures):
         notes.append("Prompt tokens are those of requests for which the server gave a count.")
     if dataset.left_out:

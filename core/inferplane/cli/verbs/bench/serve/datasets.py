@@ -10,6 +10,8 @@ from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from inferplane.cli.verbs.bench.length_distribution import Lengths
 from inferplane.cli.verbs.bench.serve.prompts import TextSource
 from inferplane.cli.verbs.bench.serve.records import LoadConversation, LoadRequest, Prompt
@@ -20,6 +22,8 @@ MAX_PROMPT_TOKENS, MAX_ENTRY_TOKENS = 1024, 2048
 """Limits of the entries of a ShareGPT file that are used: of the prompt, and of the prompt with the recorded answer.
 `vllm bench serve` and the source system's benchmark have the same."""
 USERS, ASSISTANTS = ("human", "user"), ("gpt", "assistant", "chatgpt", "bing", "bard", "model")
+MAX_TOKENS, MAX_THINK_S = 2**31, 1e9
+"""Limits of what a file may ask for."""
 FORM = '{"prompt": TEXT or token ids, "output_len": 64}, {"messages": [...]} or {"conversation": [...]}, one a line'
 
 
@@ -130,7 +134,7 @@ class Dataset:
         """Read a list of conversations, or the source system's filtered list of `[prompt, tokens in, tokens out]`."""
         try:
             entries = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(
                 f"Dataset {path} is no list in JSON: {error}.", remedy="see docs/cli.md, bench serve"
             ) from error
@@ -140,9 +144,15 @@ class Dataset:
         for number, entry in numbered:
             if self._enough is not None and len(found) >= self._enough:
                 break  # counting the tokens of a large file takes minutes
+            _check_sendable(f"{path}: entry {number}", entry)
             if isinstance(entry, list) and len(entry) == 3 and isinstance(entry[0], str):
                 outputs = self._options.outputs
-                tokens = outputs.draw(self._source) if outputs else max(1, int(entry[2]))
+                if type(entry[2]) is not int or entry[2] > MAX_TOKENS:
+                    raise UsageError(
+                        f"{path}: entry {number} has {entry[2]!r} for its tokens out.",
+                        there_is=f"whole numbers to {MAX_TOKENS}",
+                    )
+                tokens = outputs.draw(self._source) if outputs else max(1, entry[2])
                 found.append(LoadConversation([LoadRequest(prompt=entry[0], output_tokens=tokens)]))
                 continue
             recorded = entry.get("conversations", entry.get("messages")) if isinstance(entry, dict) else None
@@ -191,10 +201,11 @@ class Dataset:
                 continue
             try:
                 entry = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UsageError(f"{where} is not JSON: {error}.", remedy=FORM) from error
             if not isinstance(entry, dict):
                 raise UsageError(f"{where} is no object.", remedy=FORM)
+            _check_sendable(where, entry)
             found.append(LoadConversation(self._line(where, entry)))
         return found
 
@@ -222,8 +233,8 @@ class Dataset:
     def _part(self, where: str, part: Mapping[str, Any], number: int) -> LoadRequest:
         request = self._request(where, part)
         think = part.get("think_s", self._think(number))
-        if isinstance(think, bool) or not isinstance(think, (int, float)) or not 0 <= think < float("inf"):
-            raise UsageError(f"{where}: think_s = {think!r}.", there_is="seconds from 0")
+        if isinstance(think, bool) or not isinstance(think, (int, float)) or not 0 <= think <= MAX_THINK_S:
+            raise UsageError(f"{where}: think_s = {think!r}.", there_is=f"seconds from 0 to {MAX_THINK_S:g}")
         if not request.messages:
             if not isinstance(request.prompt, str):
                 raise UsageError(f"{where}: a conversation has token ids.", remedy="write its prompts as texts")
@@ -247,9 +258,17 @@ class Dataset:
         tokens = next((entry[name] for name in ("output_len", "max_tokens", "output_tokens") if name in entry), None)
         if tokens is None or outputs is not None:
             tokens = (outputs or DEFAULT_OUTPUTS).draw(self._source)
-        if type(tokens) is not int or tokens < 1:
-            raise UsageError(f"{where}: output_len = {tokens!r}.", there_is="whole numbers from 1")
+        if type(tokens) is not int or not 1 <= tokens <= MAX_TOKENS:
+            raise UsageError(f"{where}: output_len = {tokens!r}.", there_is=f"whole numbers from 1 to {MAX_TOKENS}")
         return LoadRequest(tuple(messages), "" if messages else prompt, tokens)
+
+
+def _check_sendable(where: str, entry: object) -> None:
+    """Refuse what JSON's reader takes and no request can carry, as half of a surrogate pair."""
+    try:
+        msgspec.json.encode(entry)
+    except (ValueError, RecursionError, OverflowError) as error:
+        raise UsageError(f"{where} cannot be sent: {error}.", remedy="correct it, or remove it") from error
 
 
 def _user(text: str) -> tuple[Mapping[str, Any], ...]:

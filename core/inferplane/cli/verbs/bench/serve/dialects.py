@@ -21,6 +21,10 @@ ENDPOINTS = {
 """Name of an endpoint -> its path; gRPC has a method in place of one."""
 DONE = b"[DONE]"
 FAILED_REASONS = ("error", "abort")
+MAX_COUNT = 2**31
+"""Largest count of tokens that is believed."""
+UNREADABLE = (ValueError, RecursionError, OverflowError)
+"""What reading foreign JSON may raise; msgspec's errors and those of Unicode are ValueErrors."""
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -122,8 +126,8 @@ class _ChunkChoice(msgspec.Struct):
 
 
 class _ChunkUsage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: Any = None
+    completion_tokens: Any = None
 
 
 class _Chunk(msgspec.Struct):
@@ -138,7 +142,7 @@ class _NativeEvent(msgspec.Struct):
     error_msg: str | None = ""
     error_code: int = 0
     usage: _ChunkUsage | None = None
-    tokens_all_num: int | None = None
+    tokens_all_num: Any = None
     finish_reason: str | None = None
 
 
@@ -151,7 +155,8 @@ class AnswerReader:
 
     Attributes: `arrivals` (when each event with text came, by the clock of `feed`), `parts` (texts), `prompt_tokens`
     and `output_tokens` (the server's counts; None if it gave none), `finish_reason`, `is_complete` (the stream said
-    that it ended).
+    that it ended; what follows does not count), `has_wrong_usage` (a count of the server was negative, no whole number
+    or too large: none of the answer's is used).
     """
 
     def __init__(self) -> None:
@@ -160,7 +165,7 @@ class AnswerReader:
         self.prompt_tokens: int | None = None
         self.output_tokens: int | None = None
         self.finish_reason = ""
-        self.is_complete = False
+        self.is_complete = self.has_wrong_usage = False
         self.failure = ""
         self.num_bytes = 0
         self._stream: EventStream | LineStream = EventStream()
@@ -178,17 +183,21 @@ class AnswerReader:
 
     def read_event(self, data: bytes, now: float) -> None:
         """Take the data of one event; errors as those of `feed`."""
+        if self.is_complete:
+            return
         if data == DONE:
             self.is_complete = True
             return
         try:
-            chunk = _decode_chunk(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            self._read_chunk(_decode_chunk(data), now)
+        except UNREADABLE as error:
             raise StreamError(f"an event is no chunk of an answer ({error}): {data[:80]!r}") from error
+
+    def _read_chunk(self, chunk: _Chunk, now: float) -> None:
         if chunk.error is not None:
             self._refuse(chunk.error)
         if chunk.usage is not None:
-            self._count(chunk.usage)
+            self._count(chunk.usage.prompt_tokens, chunk.usage.completion_tokens)
         for choice in chunk.choices or ():
             if choice.finish_reason:
                 self._finish(choice.finish_reason)
@@ -197,11 +206,16 @@ class AnswerReader:
                 self.arrivals.append(now)
                 self.parts.append(text)
 
-    def _count(self, usage: _ChunkUsage) -> None:
-        if usage.prompt_tokens is not None:
-            self.prompt_tokens = usage.prompt_tokens
-        if usage.completion_tokens is not None:
-            self.output_tokens = usage.completion_tokens
+    def _count(self, prompt_tokens: Any, output_tokens: Any) -> None:
+        counts = [count for count in (prompt_tokens, output_tokens) if count is not None]
+        if self.has_wrong_usage or not all(type(count) is int and 0 <= count <= MAX_COUNT for count in counts):
+            self.has_wrong_usage = True
+            self.prompt_tokens = self.output_tokens = None
+            return
+        if prompt_tokens is not None:
+            self.prompt_tokens = prompt_tokens
+        if output_tokens is not None:
+            self.output_tokens = output_tokens
 
     def _finish(self, reason: str) -> None:
         self.finish_reason = reason
@@ -227,22 +241,23 @@ class NativeReader(AnswerReader):
         self._stream = LineStream()
 
     def read_event(self, data: bytes, now: float) -> None:
+        if self.is_complete:
+            return
         try:
             event = _decode_native(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise StreamError(f"a line is no event of an answer ({error}): {data[:80]!r}") from error
         if event.error_msg or event.error_code:
             self.failure = KIND_OF_STATUS.get(event.error_code, "")
             raise StreamError(f"the server said in the stream: {event.error_msg} ({event.error_code})")
         if event.usage is not None:
-            self._count(event.usage)
+            self._count(event.usage.prompt_tokens, event.usage.completion_tokens)
         if event.token:
             self.arrivals.append(now)
             self.parts.append(event.token)
         if event.is_end:
             self.is_complete = True
-            if event.tokens_all_num is not None:
-                self.output_tokens = event.tokens_all_num
+            self._count(None, event.tokens_all_num)
             self._finish(event.finish_reason or "end")
 
 
@@ -260,7 +275,7 @@ def error_words(body: Any) -> str:
     if isinstance(body, bytes):
         try:
             body = msgspec.json.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNREADABLE:
             body = body.decode("utf-8", "replace")
     while isinstance(body, Mapping):
         inner = next(

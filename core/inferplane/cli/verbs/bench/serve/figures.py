@@ -93,6 +93,7 @@ def level_figures(result: LevelResult, targets: dict[str, float]) -> dict[str, A
             "failed": sum(failures.values()),
             "failures": {kind: failures.get(kind, 0) for kind in FAILURES},
             "not_sent": result.not_sent,
+            "resent": result.resent,
             "without_text": sum(not record.arrivals for record in ended),
             "shorter_than_requested": sum(record.output_tokens < record.requested_tokens for record in ended),
             "met_targets": met if targets else None,

@@ -20,6 +20,8 @@ from inferplane.cli.verbs.bench.serve.event_stream import ChunkedBody, StreamErr
 
 MAX_BODY_BYTES = 2**20
 """Most bytes that are stored of a body that is no stream."""
+UNREADABLE = (h11.ProtocolError, UnicodeError, RecursionError, OverflowError)
+"""What reading a server's bytes may raise."""
 OnData = Callable[[bytes, float], None]
 """Takes a piece of a stream, and when it arrived."""
 
@@ -67,19 +69,20 @@ class _HttpConnection(asyncio.Protocol):
             what = "sent something" if self.speaks_first else "closed the connection"
             raise NoAnswerError(f"the server {what} before a request was sent")
         assert self.transport is not None
+        self._parser = h11.Connection(h11.CLIENT)
+        head = self._parser.send(request) or b""
+        content = self._parser.send(h11.Data(body)) or b"" if body else b""
+        end = self._parser.send(h11.EndOfMessage()) or b""
         loop = asyncio.get_running_loop()
         self._answer = loop.create_future()
         self._limit = loop.call_later(limit_s, self._fail, TimeoutError())
-        self._parser = h11.Connection(h11.CLIENT)
         self._chunks: ChunkedBody | None = None
         self._head: h11.Response | None = None
         self._content: list[bytes] = []
         self._num_bytes = 0
         self._on_data, self.has_answered, self.is_reusable = on_data, False, False
         self.num_requests += 1
-        head = self._parser.send(request) or b""
-        content = self._parser.send(h11.Data(body)) or b"" if body else b""
-        self.transport.write(head + content + (self._parser.send(h11.EndOfMessage()) or b""))
+        self.transport.write(head + content + end)
         return self._answer
 
     def disconnect(self) -> None:
@@ -101,7 +104,7 @@ class _HttpConnection(asyncio.Protocol):
                 self._read_events(now)
             else:
                 self._read_chunks(data, now)
-        except h11.RemoteProtocolError as error:
+        except UNREADABLE as error:
             self._fail(StreamError(f"the answer is no HTTP: {error}"))
         except StreamError as error:
             self._fail(error)
@@ -175,7 +178,9 @@ class _HttpConnection(asyncio.Protocol):
             try:
                 self._parser.receive_data(b"")  # a body without a length ends with its connection
                 self._read_events(time.perf_counter())
-            except (h11.RemoteProtocolError, StreamError):
+            except StreamError as failure:
+                self._fail(failure)
+            except UNREADABLE:
                 pass
             self._fail(StreamError("the connection was closed in the middle of the answer"))
 
@@ -187,11 +192,14 @@ class HttpClient:
         address: the server's.
         headers: of every request, beside those that HTTP itself needs.
         tls: checks the server's certificate; None without TLS.
+
+    Attributes: `opened` (connections), `resent` (requests that were sent again, since the server closed a connection
+    that had served another one before it answered).
     """
 
     def __init__(self, address: ServerAddress, headers: Sequence[tuple[str, str]], tls: ssl.SSLContext | None) -> None:
         self.address = address
-        self.opened = 0
+        self.opened = self.resent = 0
         self._headers, self._tls = list(headers), tls
         self._idle: list[_HttpConnection] = []
         self._busy: set[_HttpConnection] = set()
@@ -220,7 +228,10 @@ class HttpClient:
         headers = [("Host", self.address.authority), ("Accept-Encoding", "identity"), *self._headers]
         if method == "POST":
             headers += [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
-        request = h11.Request(method=method, target=f"{self.address.prefix}{path}", headers=headers)
+        try:
+            request = h11.Request(method=method, target=f"{self.address.prefix}{path}", headers=headers)
+        except h11.LocalProtocolError as error:
+            raise NoAnswerError(f"the request is no HTTP: {error}") from error
         limit = time.perf_counter() + limit_s
         while True:
             connection = await self._connect(limit_s)
@@ -230,8 +241,12 @@ class HttpClient:
                 answer = await connection.send(request, body, on_data, max(0.0, limit - time.perf_counter()))
             except NoAnswerError:
                 if reused and not connection.has_answered:
+                    self.resent += 1
                     continue  # the server closed an idle connection just then; the request goes over a new one
                 raise
+            except h11.LocalProtocolError as error:
+                connection.disconnect()
+                raise NoAnswerError(f"the request is no HTTP: {error}") from error
             except asyncio.CancelledError:
                 connection.disconnect()
                 raise

@@ -73,6 +73,7 @@ class LevelResult:
         duration_s: from the beginning to the end of the last request.
         cpu_s: seconds of a processor that the client took meanwhile.
         interrupted: the user ended it.
+        resent: requests that were sent again on another connection.
     """
 
     plan: LevelPlan
@@ -81,6 +82,7 @@ class LevelResult:
     duration_s: float = 0.0
     cpu_s: float = 0.0
     interrupted: bool = False
+    resent: int = 0
 
 
 class Load:
@@ -120,7 +122,7 @@ class Load:
         level = _Level(self, plan, dataset)
         gc.collect()
         gc.freeze()  # so that no collection in the middle of a level looks at what was there before
-        cpu_s = time.process_time()
+        cpu_s, resent = time.process_time(), self.sender.resent
         level.begun = time.perf_counter()
         try:
             await (level.run_concurrently() if plan.rate is None else level.run_at_rate(plan.rate))
@@ -130,6 +132,7 @@ class Load:
         result.cpu_s = time.process_time() - cpu_s
         result.duration_s = max((r.finished_s for r in result.records), default=level.now())
         result.interrupted = self.is_stopped
+        result.resent = self.sender.resent - resent
         return result
 
     def start(self, work: Callable[[], object], started: asyncio.Task[Any]) -> None:
@@ -163,7 +166,7 @@ class Load:
         record.finished_s = time.perf_counter() - begun
         record.arrivals = array("d", (at - begun for at in reader.arrivals))  # a long run has millions
         record.finish_reason, record.text = reader.finish_reason, "".join(reader.parts)
-        record.prompt_tokens = reader.prompt_tokens or 0
+        record.prompt_tokens, record.has_wrong_usage = reader.prompt_tokens or 0, reader.has_wrong_usage
         if reader.output_tokens is not None:
             record.output_tokens, record.counted_by = reader.output_tokens, "usage"
         elif self._count_tokens is not None:

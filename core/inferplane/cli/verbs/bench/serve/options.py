@@ -6,9 +6,12 @@ import argparse
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from inferplane.cli.verbs.bench.length_distribution import parse_lengths
 from inferplane.cli.verbs.bench.serve.address import ServerAddress, parse_url
@@ -21,8 +24,14 @@ from inferplane.files import check_writable
 
 CONCURRENCY, REQUESTS, WARMUP, TIMEOUT_S = "8", 200, 1, 600.0
 URL = "http://localhost:8000"
+MAX_DIGITS = 9
+"""Of a number of requests at a time."""
 KEY_VARIABLES = ("INFERPLANE_API_KEY", "OPENAI_API_KEY")
 """Variables that a key is read from, in this order."""
+FRAMING = ("host", "content-length", "transfer-encoding")
+"""Headers that say what a message of HTTP is, which the client writes itself."""
+_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")  # RFC 9110, section 5.6.2
+_GRPC_NAME = re.compile(r"[0-9A-Za-z_.\-]+")
 SECRET = ("api_key", "header")
 """Options whose values no report repeats."""
 
@@ -106,24 +115,30 @@ def _read_headers(args: argparse.Namespace, address: ServerAddress) -> tuple[tup
     found = []
     # The server's variable holds several keys, separated by commas.
     key = args.api_key or next((k for name in KEY_VARIABLES if (k := os.environ.get(name, "").partition(",")[0])), "")
+    key = key.strip(" ")
     if key:
         found.append(("Authorization", f"Bearer {key}"))
     for words in args.header:
         name, colon, value = (part.strip() for part in words.partition(":"))
-        if not (name and colon) or any(not c.isprintable() for c in words) or " " in name:
+        form = _GRPC_NAME if address.is_grpc else _NAME
+        if not colon or any(not c.isprintable() for c in words) or not form.fullmatch(name):
             raise UsageError(
-                f"--header {words!r} is not NAME: VALUE.", remedy="pass for example --header 'X-Tenant: a'"
+                f"--header {words!r} is not NAME: VALUE.",
+                there_is="names of ASCII letters, digits and -",
+                remedy="pass for example --header 'X-Tenant: a'",
             )
+        if name.lower() in FRAMING:
+            raise UsageError(f"--header {words!r} is one that the client writes itself.", remedy="leave it out")
         found.append((name, value))
     try:
         for _, value in found:
-            value.encode("latin-1")
+            value.encode("ascii" if address.is_grpc else "latin-1")
     except UnicodeEncodeError as error:
         raise UsageError(
             "The key or a header has characters that HTTP cannot carry.", remedy="pass plain letters"
         ) from error
-    if any("\n" in value or "\r" in value for _, value in found):
-        raise UsageError("The key has a line end.", remedy="remove it")
+    if any(not c.isprintable() for _, value in found for c in value):
+        raise UsageError("The key has a line end or another control character.", remedy="remove it")
     return tuple(found)
 
 
@@ -183,11 +198,12 @@ def _read_levels(args: argparse.Namespace) -> tuple[LevelPlan, ...]:
 
 
 def _read_count(word: str) -> int:
-    if not word.strip().isdigit() or int(word) < 1:
+    digits = word.strip()
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= MAX_DIGITS) or int(digits) < 1:
         raise UsageError(
             f"--concurrency {word!r}.", there_is="whole numbers from 1, with commas between those of a sweep"
         )
-    return int(word)
+    return int(digits)
 
 
 def _read_extra(words: str | None) -> Mapping[str, Any]:
@@ -195,9 +211,10 @@ def _read_extra(words: str | None) -> Mapping[str, Any]:
         return {}
     try:
         found = json.loads(words)
-    except ValueError as error:
+        msgspec.json.encode(found)
+    except (ValueError, RecursionError, OverflowError) as error:
         raise UsageError(
-            f"--extra-body is not JSON: {error}.", remedy="""pass for example '{"min_p": 0.1}'"""
+            f"--extra-body is not JSON that can be sent: {error}.", remedy="""pass for example '{"min_p": 0.1}'"""
         ) from error
     if not isinstance(found, dict):
         raise UsageError("--extra-body is no JSON object.", remedy="""pass for example '{"min_p": 0.1}'""")

@@ -67,6 +67,7 @@ class RequestRecord:
         failure: its kind, one of `FAILURES`; "" for a request that ended.
         error: why it failed.
         text: the answer.
+        has_wrong_usage: the server's counts could not be right, and were not used.
     """
 
     requested_tokens: int
@@ -81,6 +82,7 @@ class RequestRecord:
     failure: str = ""
     error: str = ""
     text: str = ""
+    has_wrong_usage: bool = False
 
     def fail(self, kind: str, error: str) -> None:
         """Record that the request failed; the first failure counts."""

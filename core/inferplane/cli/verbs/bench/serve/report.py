@@ -96,7 +96,7 @@ def _sweep(each: Sequence[Mapping[str, Any]]) -> list[Any]:
     legend = "a level is requests at a time, or conversations a second (/s); latencies are in milliseconds"
     shown: list[Any] = [table, Text(legend, "dim")]
     for figures in each:
-        if figures["counts"]["failed"] or figures["interrupted"]:
+        if figures["counts"]["failed"] or figures["counts"]["resent"] or figures["interrupted"]:
             shown += [Text(describe_requests(figures)), *(Text(f"  {line}") for line in failure_lines(figures))]
     return shown
 

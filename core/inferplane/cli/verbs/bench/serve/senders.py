@@ -46,6 +46,10 @@ class SendError(Exception):
 class Sender(Protocol):
     """A way to a server."""
 
+    @property
+    def resent(self) -> int:
+        """Requests that were sent again on another connection, since the server closed a reused one unanswered."""
+
     async def send(self, body: bytes, reader: AnswerReader, limit_s: float) -> None:
         """Send a request and read its answer to the end; raise SendError if there is none within so many seconds."""
 
@@ -63,6 +67,10 @@ class HttpSender:
 
     def __init__(self, client: HttpClient, path: str) -> None:
         self.client, self._path = client, path
+
+    @property
+    def resent(self) -> int:
+        return self.client.resent
 
     async def send(self, body: bytes, reader: AnswerReader, limit_s: float) -> None:
         try:
@@ -107,6 +115,8 @@ class GrpcSender:
     Raises:
         UsageError: grpc is not installed.
     """
+
+    resent = 0  # what a channel tries again by itself is not seen
 
     def __init__(
         self, address: ServerAddress, headers: Sequence[tuple[str, str]], roots: bytes | None, model: str

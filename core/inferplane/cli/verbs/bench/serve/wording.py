@@ -66,8 +66,12 @@ def client_line(figures: Mapping[str, Any]) -> str:
 
 
 def failure_lines(figures: Mapping[str, Any]) -> list[str]:
-    """The most frequent failures of a level, in words."""
-    return [f"{one['count']} x {FAILURES[one['failure']]}: {one['error']}" for one in figures["failure_examples"]]
+    """The most frequent failures of a level, and how many requests were sent again, in words."""
+    lines = [f"{one['count']} x {FAILURES[one['failure']]}: {one['error']}" for one in figures["failure_examples"]]
+    if resent := figures["counts"]["resent"]:
+        words = f"{plural(resent, 'request')} sent again, since the server closed a reused connection unanswered"
+        lines.append(words)
+    return lines
 
 
 def margin_of_mean(found: Mapping[str, Any]) -> float:

@@ -77,13 +77,23 @@ def test_words():
     assert [str(parse_process(w)) for w in ("poisson", "constant", "gamma:0.5")] == ["poisson", "constant", "gamma:0.5"]
 
 
-@pytest.mark.parametrize("words", ["0", "-1", "nan", "x", "", "1:", ":1", "inf:1", "1:inf", "0:0", "-inf", "1:-1"])
+@pytest.mark.parametrize(
+    "words", ["0", "-1", "nan", "x", "", "1:", ":1", "inf:1", "1:inf", "0:0", "-inf", "1:-1", "1e308:1e307", "1e-320"]
+)
 def test_rates_that_are_none(words):
     with pytest.raises(UsageError, match="--rate"):
         parse_rate(words)
 
 
-@pytest.mark.parametrize("words", ["", "gamma", "gamma:0", "gamma:-1", "gamma:x", "gamma:inf", "normal:1"])
+@pytest.mark.parametrize(
+    "words", ["", "gamma", "gamma:0", "gamma:-1", "gamma:x", "gamma:inf", "gamma:1e308", "gamma:1e-4", "normal:1"]
+)
 def test_processes_that_are_none(words):
     with pytest.raises(UsageError, match="--arrivals"):
         parse_process(words)
+
+
+@pytest.mark.parametrize("shape", ["0.001", "1e6"])
+def test_gaps_of_the_outermost_shapes_are_numbers(shape):
+    due = times("1", f"gamma:{shape}", count=200)
+    assert all(math.isfinite(at) for at in due) and due == sorted(due)

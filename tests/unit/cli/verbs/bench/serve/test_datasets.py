@@ -212,6 +212,14 @@ def test_lines_of_text(tmp_path):
         ('{"conversation": []}', "no list of objects"),
         ('{"conversation": [{"prompt": "a", "think_s": -1}]}', "think_s = -1"),
         ('{"conversation": [{"prompt": [1]}]}', "token ids"),
+        ('{"conversation": [{"prompt": "a", "think_s": 1' + "0" * 400 + "}]}", "think_s = 1"),
+        ('{"prompt": "a", "output_len": 3000000000}', "output_len = 3000000000"),
+        ('[["a", 1, "x"]]', "entry 0 has 'x' for its tokens out"),
+        ('[["a", 1, 1e999]]', "entry 0 has inf for its tokens out"),
+        ("[" * 100_000, "is no list in JSON"),
+        ('{"prompt": ' + "[" * 100_000, ":1 is not JSON"),
+        (r'{"prompt": "\ud800"}', ":1 cannot be sent"),
+        (r'[{"conversations": [{"from": "human", "value": "a \udc00"}]}]', "entry 0 cannot be sent"),
     ],
 )
 def test_files_that_are_refused(text, words, tmp_path):

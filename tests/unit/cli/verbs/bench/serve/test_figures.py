@@ -47,9 +47,10 @@ def test_latencies_are_those_of_requests_that_ended():
 
 
 def test_counts_and_rates():
-    figures = level_figures(LevelResult(PLAN, FIVE, not_sent=2, duration_s=4.0, cpu_s=0.1), {"ttft": 0.2})
+    figures = level_figures(LevelResult(PLAN, FIVE, not_sent=2, duration_s=4.0, cpu_s=0.1, resent=7), {"ttft": 0.2})
     counts = figures["counts"]
     assert (counts["sent"], counts["ended"], counts["failed"], counts["not_sent"]) == (5, 3, 2, 2)
+    assert counts["resent"] == 7
     assert {kind: n for kind, n in counts["failures"].items() if n} == {BROKEN: 1, REFUSED: 1}
     assert {one["failure"]: one["count"] for one in figures["failure_examples"]} == {BROKEN: 1, REFUSED: 1}
     assert counts["shorter_than_requested"] == 3 and counts["met_targets"] == 2

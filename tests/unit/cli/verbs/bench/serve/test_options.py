@@ -32,6 +32,7 @@ def options(*words: str):
         (" http://h:1 ", "http://h:1"),
         ("grpc://h:1", "grpc://h:1"),
         ("grpcs://h:1/", "grpcs://h:1"),
+        ("http://ex\xe4mple.com/\xfc%20a/v1", "http://xn--exmple-cua.com/%C3%BC%20a"),
     ],
 )
 def test_urls(words, means):
@@ -42,11 +43,20 @@ def test_urls(words, means):
     "words",
     [
         *("", "http://", "ftp://h", "http://h:x", "http://h:99999", "http://u:p@h", "http://h?a=1", "http://h#a"),
-        *("grpc://h", "grpc://h:1/path", "http://h h", "http://h\x01"),
+        *("grpc://h", "grpc://h:1/path", "http://h h", "http://h\x01", "http://h:1/a b"),
+        *("http://[::1", "http://ex\xe4mple..com", "http://a..b", "http://" + "a" * 64, "http://h:0", "grpc://h:0"),
     ],
 )
 def test_urls_that_are_none(words):
     with pytest.raises(UsageError, match="--url"):
+        parse_url(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"), [("http://h:0", "the port 0"), ("http://h:1/a b", "a blank"), ("http://", "names no host")]
+)
+def test_what_is_wrong_with_a_url_is_said(words, message):
+    with pytest.raises(UsageError, match=message):
         parse_url(words)
 
 
@@ -104,14 +114,27 @@ def test_presets(tmp_path):
         ("--input-len 0", "--input-len"),
         ("--extra-body x", "--extra-body is not JSON"),
         ("--extra-body [1]", "no JSON object"),
+        ("--extra-body " + r'{"a":"\ud800"}', "--extra-body is not JSON that can be sent"),
+        ("--extra-body " + '{"a":' + "[" * 100_000, "--extra-body is not JSON that can be sent"),
+        ("--concurrency \xb2", "--concurrency '\xb2'"),
+        ("--concurrency " + "9" * 5000, "--concurrency '999"),
+        ("--rate 1e308:1e307", "--rate '1e308:1e307'"),
+        ("--rate 1 --arrivals gamma:1e308", "--arrivals 'gamma:1e308'"),
         ("--header x", "is not NAME: VALUE"),
+        ("--header \xc4:B", "is not NAME: VALUE"),
+        ("--header a(b:B", "is not NAME: VALUE"),
+        ("--header a!b:B --url grpc://h:1", "is not NAME: VALUE"),
+        ("--header a:\xc4 --url grpc://h:1", "characters that HTTP cannot carry"),
+        ("--header Content-Length:5", "the client writes itself"),
+        ("--header host:h", "the client writes itself"),
+        ("--api-key a\x0bb", "control character"),
         ("--api-key \N{SNOWMAN}", "characters that HTTP cannot carry"),
         ("--save /proc/x.json", "--save: '/proc/x.json' cannot be written"),
     ],
 )
 def test_options_that_are_refused(words, message):
     with pytest.raises(UsageError) as caught:
-        options(*words.split())
+        options(*words.split(" "))
     assert message in caught.value.what and (caught.value.remedy or caught.value.there_is)
 
 
