@@ -7,6 +7,7 @@ import torch
 
 from inferplane.ops import encode
 from inferplane.plugin import KernelError, StoredWeight
+from inferplane.quant.online import quantize
 from inferplane_cpu.kernels.packing import PANEL_FORMATS, Panels, pack_mxfp4
 from inferplane_cpu.kernels.panel_storage import VERSION, read_panels, write_panels
 from inferplane_cpu.native import MXFP4, instruction_sets, native
@@ -74,6 +75,9 @@ def test_minimums_need_groups():
         read_panels(changed(stored, minimum=torch.zeros(1, 2, 1, 16)), (17, 256))
 
 
+FORMS_OF_UNITS = {"code": torch.int8, "unit": torch.float16}
+
+
 def test_the_version_stands_for_the_bytes():
     """If this fails, the layout of panels has changed: raise `VERSION`, and state the new digest here."""
     found, every = hashlib.sha256(), hashlib.sha256()
@@ -88,6 +92,9 @@ def test_the_version_stands_for_the_bytes():
         packed = pack_mxfp4(q) if format == "mxfp4" else Panels(q)
         for digest in (found, every) if format != "nvfp4" else (every,):
             digest.update(packed.data.numpy().tobytes())
-    assert (VERSION, found.hexdigest()[:16]) == ("1", "21438f46d543bf48")
+    coded = Panels(quantize(torch.arange(20 * 320).view(20, 320).sin(), "int4_min32"))
+    forms = {name: numbers.dtype for name, numbers in coded.scales.items()}
+    assert forms == {f"{of}_{kind}": FORMS_OF_UNITS[kind] for of in ("scale", "minimum") for kind in FORMS_OF_UNITS}
+    assert (VERSION, found.hexdigest()[:16]) == ("2", "21438f46d543bf48")
     assert every.hexdigest()[:16] == "3f6a3085b76d9d0d"
     assert [name for name, _ in Matrix._fields_][:2] == ["kind", "group"] and MXFP4 == 6

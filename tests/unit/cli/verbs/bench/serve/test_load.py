@@ -283,7 +283,7 @@ def test_a_sweep_has_a_row_and_a_page_for_every_level(bench, tmp_path):
         level["rates"]["requests"] for level in facts["levels"]
     ]
     assert len({body["messages"][0]["content"] for body in server.bodies}) == 25, "no level repeats a prompt of another"
-    assert re.search(r"^2 +8 +0 ", out, re.MULTILINE) and "latencies are in milliseconds" in out
+    assert re.search(r"^2 +8 +0 ", out, re.MULTILINE) and "latencies are in milliseconds" in " ".join(out.split())
     drawn = re.findall(r"<svg.*?</svg>", page.read_text(), re.DOTALL)
     curves = [xml.fromstring(svg) for svg in drawn if "<circle" in svg]
     assert len(drawn) == 3 + 3 * 6 and [len(curve.findall("circle")) for curve in curves] == [6, 6, 6]
