@@ -54,7 +54,7 @@ class OnlineScheme:
 INT8 = ("int8_group", "int8_row")
 INT4 = ("int4_group32", "int4_group64", "int4_group", "int4_row")
 INT4_WITH_MINIMUMS = ("int4_min32",)
-"""A minimum beside each scale takes a quarter of a bit more than groups of 32 without, and the mean squared error is
+"""A minimum beside each scale takes an eighth of a bit more than groups of 32 without, and the mean squared error is
 0.72 of theirs."""
 INT4_BESIDE_FP8 = ("int4_group64", "int4_group", "int4_group32", "int4_row")
 """Groups of 64 columns or more are multiplied by activations in FP8 as FP8 numbers."""

@@ -28,6 +28,7 @@ MAX_INT8_COLUMNS = 65536
 UNIT_COLUMNS = 256
 """Columns that share a unit of scales which are integers."""
 MAX_MULTIPLE = 128
+"""From which integer on a unit is not divided further: multiples have 8 bits."""
 COLUMNS_WITH_UNITS = (16, 32)
 """Columns of a group whose scales may be integers times a unit."""
 SIX_BIT_COLUMNS = 16

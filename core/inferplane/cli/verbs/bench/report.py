@@ -10,16 +10,10 @@ from inferplane.cli.screen import Screen, plural
 from inferplane.cli.verbs.bench.html_page import page
 from inferplane.cli.verbs.bench.job_runner import Trace
 from inferplane.cli.verbs.bench.measurements import Measurement
+from inferplane.cli.verbs.bench.statistics import COLUMNS, LATENCIES
 from inferplane.files import write_atomically
 
 SCHEMA = 1
-LATENCIES = {
-    "ttft": "time to first token",
-    "itl": "inter-token latency",
-    "tpot": "time per output token",
-    "e2e": "end to end",
-}
-COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 REQUEST_FIELDS = ("prompt_tokens", "output_tokens", "due_s", "ttft_s", "tpot_s", "e2e_s")
 STEP_FIELDS = ("end_s", "spent_s", "batch", "used_blocks", "tokens")
 RATES = {

@@ -10,6 +10,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from inferplane.cli.verbs.bench.job_runner import Trace
 
+LATENCIES = {
+    "ttft": "time to first token",
+    "itl": "inter-token latency",
+    "tpot": "time per output token",
+    "e2e": "end to end",
+}
+COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 PERCENTILES = (50, 90, 95, 99)
 NORMAL_95 = 1.959964
 """Half the width of the 95 % interval of a normal distribution, in standard deviations."""

@@ -13,7 +13,6 @@ from inferplane.cli.verbs.bench.serve.figures import latencies, requests_running
 from inferplane.cli.verbs.bench.serve.load import LevelResult
 from inferplane.cli.verbs.bench.serve.measurement import ServeMeasurement
 from inferplane.cli.verbs.bench.serve.wording import (
-    LATENCIES,
     RATES,
     client_line,
     describe_requests,
@@ -21,6 +20,7 @@ from inferplane.cli.verbs.bench.serve.wording import (
     sweep_rows,
     tokens_line,
 )
+from inferplane.cli.verbs.bench.statistics import LATENCIES
 
 COLUMNS = ("min", "mean", "p50", "p90", "p95", "p99", "max")
 INTERVALS = ("mean", "p50", "p90", "p95", "p99")

@@ -12,8 +12,6 @@ from inferplane.cli.verbs.bench.serve.figures import request_figures
 from inferplane.cli.verbs.bench.serve.measurement import ServeMeasurement
 from inferplane.cli.verbs.bench.serve.page import page
 from inferplane.cli.verbs.bench.serve.wording import (
-    COLUMNS,
-    LATENCIES,
     RATES,
     client_line,
     describe_requests,
@@ -22,6 +20,7 @@ from inferplane.cli.verbs.bench.serve.wording import (
     sweep_rows,
     tokens_line,
 )
+from inferplane.cli.verbs.bench.statistics import COLUMNS, LATENCIES
 from inferplane.files import write_atomically
 
 SCHEMA = 1

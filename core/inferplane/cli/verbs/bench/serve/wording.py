@@ -8,13 +8,6 @@ from typing import Any
 from inferplane.cli.screen import plural
 from inferplane.cli.verbs.bench.serve.records import FAILURES
 
-LATENCIES = {
-    "ttft": "time to first token",
-    "itl": "inter-token latency",
-    "tpot": "time per output token",
-    "e2e": "end to end",
-}
-COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 RATES = {
     "requests": "requests",
     "goodput": "requests that met the targets",
