@@ -337,7 +337,7 @@ def _observe_times(engine: Engine, work: StepWork, sequences: int, made: int, se
     engine.scheduler.times.observe(work, seconds)
     if engine.speculator is not None and not work.prompt_tokens:
         tokens = engine.metrics.counters["generation_tokens_total"] - made
-        engine.speculator.lengths.observe_step(sequences, tokens, seconds)
+        engine.speculator.observe_step(sequences, tokens, seconds)
 
 
 def check_alive(runner: Runner, probe: torch.Tensor) -> None:

@@ -37,10 +37,10 @@ class AdaptiveLength:
         """Whether no drafts are made now, but for trials."""
         return self.control is not None and self.control.is_paused
 
-    def observe_step(self, sequences: int, tokens: int, seconds: float) -> None:
+    def observe_step(self, sequences: int, tokens: int, seconds: float, drafting_seconds: float = 0.0) -> None:
         """See `DraftControl.observe_step`."""
         if self.control is not None:
-            self.control.observe_step(sequences, tokens, seconds)
+            self.control.observe_step(sequences, tokens, seconds, drafting_seconds)
 
     def length_after(self, request: Request, num_drafts: int, num_accepted: int) -> int:
         """The number of drafts to request if `num_accepted` of `num_drafts` are accepted; nothing changes."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from statistics import mean, stdev
 
 from inferplane.engine.request.state import Request
 
@@ -19,8 +20,10 @@ FIRST_TRIED = (0, 3, NEVER)
 """Levels that are compared when a size of batch is new."""
 SEGMENT_STEPS = 4
 """Steps with one level before another has its own."""
-SEGMENTS = 4
-"""Segments of each level in a comparison. Another level has to be better in each of them."""
+SEGMENTS, MOST_SEGMENTS = 4, 24
+"""Least and most segments of each level in a comparison. Few sequences need many: what a step gives varies most."""
+CLEAR_ERRORS = 3.0
+"""From how many standard errors on a lead ends a comparison early."""
 GAIN = 1.01
 """By which factor another level has to give more tokens a second."""
 CLEAR_GAIN = 1.2
@@ -51,7 +54,7 @@ class Acceptance:
 
 @dataclass
 class LevelComparison:
-    """Levels that are used one after the other, with what they gave.
+    """Levels that are used one after the other, with what they gave. One that is clearly worse drops out.
 
     Args:
         levels: indices into `LEVELS`, the one in use first.
@@ -61,32 +64,44 @@ class LevelComparison:
     segment: int = 0
     rates: dict[int, list[float]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.left = list(self.levels)
+        """Levels that have not dropped out."""
+
     @property
     def level(self) -> int:
         """The one whose segment it is."""
-        return self.levels[self.segment % len(self.levels)]
+        return self.left[self.segment]
 
     @property
     def is_over(self) -> bool:
-        """Whether every level had its segments."""
-        return self.segment >= SEGMENTS * len(self.levels)
+        """Whether one level is left, or each had all its segments."""
+        return len(self.left) == 1 or len(self.rates.get(self.left[-1], ())) >= MOST_SEGMENTS
 
     def add(self, tokens: int, seconds: float) -> None:
         """What a segment gave."""
         self.rates.setdefault(self.level, []).append(tokens / max(seconds, 1e-9))
-        self.segment += 1
+        self.segment = (self.segment + 1) % len(self.left)
+        if self.segment == 0 and len(self.rates[self.left[0]]) >= SEGMENTS:
+            best = max(self.left, key=self.rate)
+            self.left = [level for level in self.left if level == best or not self._is_clear(best, level)]
+
+    def _is_clear(self, best: int, level: int) -> bool:
+        """Whether the best level's lead is no chance: it is above `CLEAR_ERRORS` of its own standard errors. One in
+        use has to be worse by `GAIN`, too."""
+        leads = [math.log(max(a, 1e-9) / max(b, 1e-9)) for a, b in zip(self.rates[best], self.rates[level])]
+        lead = mean(leads)
+        least = math.log(GAIN) if level == self.levels[0] else 0.0
+        return lead > max(least, CLEAR_ERRORS * stdev(leads) / math.sqrt(len(leads)))
 
     def find_best(self) -> int:
-        """The level with the most tokens a second; the first one unless another is better in all segments, on average
-        by `GAIN`."""
-        own = self.levels[0]
-        better = [other for other in self.levels[1:] if self.rate(other) > GAIN * self.rate(own)]
-        better = [other for other in better if all(a > b for a, b in zip(self.rates[other], self.rates[own]))]
-        return max(better, key=self.rate, default=own)
+        """The level with the most tokens a second of those left; the one in use unless another is better by `GAIN`."""
+        own, best = self.levels[0], max(self.left, key=self.rate)
+        return own if own in self.left and self.rate(best) <= GAIN * self.rate(own) else best
 
     def rate(self, level: int) -> float:
         """Tokens a second that a level gave."""
-        return sum(self.rates[level]) / len(self.rates[level])
+        return mean(self.rates[level])
 
 
 @dataclass
@@ -190,10 +205,12 @@ class DraftControl:
         for known in (of, self.overall):
             known.observe(num_drafts, num_accepted)
 
-    def observe_step(self, sequences: int, tokens: int, seconds: float) -> None:
-        """Count a step of sequences that decode, with the tokens that it gave and the seconds that it took, its
-        drafting included."""
+    def observe_step(self, sequences: int, tokens: int, seconds: float, drafting_seconds: float = 0.0) -> None:
+        """Count a step of sequences that decode, with the tokens that it gave and the seconds that it took, of which
+        `drafting_seconds` for drafting."""
         self.steps += 1
+        if self.least == math.inf:
+            seconds -= drafting_seconds  # a drafter's entries, kept for the next level alone: a pause writes none
         size = sequences.bit_length()
         if size != self._size:  # a segment with both sizes says nothing
             self._size = size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -31,7 +32,8 @@ class Speculator:
         runner: the bound model.
         scheduler: gives blocks for drafts; drafts never preempt a sequence.
 
-    Attributes: `captured_steps`, which runs steps together with the drafting if a layer of the model drafts.
+    Attributes: `captured_steps`, which runs steps together with the drafting if a layer of the model drafts;
+    `drafting_s`, the seconds that drafting took after the last step, 0 if they ran together.
 
     Raises:
         UsageError: the model lacks something that the method needs.
@@ -48,6 +50,7 @@ class Speculator:
         )
         self.lengths = AdaptiveLength(most, config.adaptive, control)
         self.captured_steps: CapturedSteps | None = None
+        self.drafting_s = 0.0
         if isinstance(self.proposer, DraftLayerProposer):
             assert runner.decode is not None
             sampler = Sampler(runner.sample, runner.model.vocab, runner.backend.torch_device_indexed)
@@ -61,6 +64,7 @@ class Speculator:
         """Run a step together with its drafting as one capture; None if they have to run one by one, by the caller:
         then nothing is done. Pass the result's drafts to `set_drafts` once its tokens are accepted.
         """
+        self.drafting_s = 0.0
         return None if self.captured_steps is None else self.captured_steps.run(chunks)
 
     def set_drafts(self, chunks: Sequence[VerifiedChunk], drafts: Sequence[list[int]]) -> None:
@@ -82,6 +86,7 @@ class Speculator:
         """Draft for the sequences that go on and decode, and set their `drafts` for the next step. `hidden` `[T, D]`
         are the hidden states of the step that `chunks` describe. For steps that were not run by `run`.
         """
+        begun = time.monotonic()
         alive = [c for c in chunks if c.request.finish_reason is None and c.request.blocks]
         self.proposer.is_paused = self.lengths.is_paused
         # A sequence that failed may have fewer tokens than rows, and none of its blocks was published.
@@ -90,6 +95,11 @@ class Speculator:
             self.proposer.complete(ended, hidden)
         for c, drafts in zip(alive, self.proposer.propose(alive, self._max_drafts(alive), hidden)):
             c.request.drafts = drafts
+        self.drafting_s = time.monotonic() - begun
+
+    def observe_step(self, sequences: int, tokens: int, seconds: float) -> None:
+        """Let what limits drafts know of a step and the drafting after it: see `DraftControl.observe_step`."""
+        self.lengths.observe_step(sequences, tokens, seconds, self.drafting_s)
 
     def _max_drafts(self, alive: Sequence[VerifiedChunk]) -> list[int]:
         """The maximum number of drafts of each sequence, adapted to its last verification, which is recorded here; 0

@@ -9,8 +9,10 @@ from inferplane.engine.request.params import SamplingParams
 from inferplane.engine.speculate.adaptive import AdaptiveLength
 from inferplane.engine.speculate.control import (
     LEVELS,
+    MOST_SEGMENTS,
     MOST_TRIALS,
     NEVER,
+    SEGMENT_STEPS,
     SEGMENTS,
     TRIAL_SHARE,
     TRIAL_STEPS,
@@ -170,16 +172,50 @@ def test_acceptance_is_counted():
     assert known.trials == MOST_TRIALS and known.mean > 0.99
 
 
-def test_another_level_has_to_be_better_in_each_turn():
-    def compared(rates):
-        found = LevelComparison([2, 5])
-        for one, other in rates:
-            found.add(one, 1.0)
-            found.add(other, 1.0)
-        assert found.is_over == (len(rates) >= SEGMENTS)
-        return found.find_best()
+def compared(rates):
+    found = LevelComparison([2, 5])
+    for one, other in rates:
+        assert not found.is_over
+        found.add(one, 1.0)
+        found.add(other, 1.0)
+    return found
 
-    assert compared([(10, 11)] * SEGMENTS) == 5
-    assert compared([(10, 11)] * (SEGMENTS - 1) + [(10, 9.9)]) == 2
-    assert compared([(10, 10.05)] * SEGMENTS) == 2
-    assert compared([(10, 9)] * SEGMENTS) == 2
+
+def test_a_clear_lead_ends_a_comparison():
+    assert compared([(10, 11)] * SEGMENTS).left == [5]
+    assert compared([(10, 9)] * SEGMENTS).left == [2]
+    assert compared([(10, 11), (10, 12)] * (SEGMENTS // 2)).find_best() == 5
+
+
+def test_a_lead_that_may_be_chance_does_not():
+    found = compared([(10, 11), (10, 8)] * (MOST_SEGMENTS // 2 - 1))
+    assert not found.is_over and found.left == [2, 5]
+    found = compared([(10, 14), (10, 9)] * (MOST_SEGMENTS // 2))
+    assert found.is_over and found.find_best() == 5  # by the average, as it could not be decided
+
+
+def test_a_level_in_use_stays_unless_another_brings_enough():
+    found = compared([(10, 10.05)] * MOST_SEGMENTS)
+    assert found.is_over and found.find_best() == 2
+    assert compared([(10, 10.2)] * SEGMENTS).find_best() == 5
+
+
+def test_of_three_levels_the_clearly_worse_drops_out():
+    found = LevelComparison([0, 3, 6])
+    for level, rate in ((0, 10), (3, 5), (6, 11)) * SEGMENTS:
+        assert found.level == level
+        found.add(rate, 1.0)
+    assert found.is_over and found.find_best() == 6
+    found = LevelComparison([0, 3, 6])
+    for turn in range(SEGMENTS):
+        for rate in (10 + turn % 2, 5, 10.5 - turn % 2):
+            found.add(rate, 1.0)
+    assert found.left == [0, 6] and not found.is_over and found.level == 0
+
+
+def test_seconds_of_drafting_do_not_count_without_drafts():
+    """A drafter's entries are kept up while levels are compared; a pause has none of that cost."""
+    control = DraftControl(3, 0)
+    for _ in range(3 * SEGMENTS * (SEGMENT_STEPS + 1) + 1):
+        control.observe_step(4, 4, 1.0, 0.5)
+    assert control.batches[3].level == NEVER and control.batches[3].worth == 1.0
