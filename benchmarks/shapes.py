@@ -27,6 +27,13 @@ WIDE = {
 """Two layers as wide as those of Llama 3.2 1B: work on weights and on the context stand as in real models."""
 QWEN3_0_6B = {**SMALL, "num_hidden_layers": 28, "vocab_size": 151_936}
 """The sizes of Qwen3-0.6B."""
+LLAMA_1B = {
+    **WIDE,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "vocab_size": 128_256,
+}
+"""The sizes of Llama 3.2 1B."""
 
 DEEPSEEK = {
     "model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
@@ -63,7 +70,7 @@ REAL = {
 """Published sizes by name (config.json of each model's repository); of DeepSeek-V3 a dense layer and three others."""
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 
-SHAPES = {"small": SMALL, "wide": WIDE, "qwen3-0.6b": QWEN3_0_6B}
+SHAPES = {"small": SMALL, "wide": WIDE, "qwen3-0.6b": QWEN3_0_6B, "llama-3.2-1b": LLAMA_1B}
 
 
 def config(sizes, positions):

@@ -13,7 +13,9 @@ Greedy tokens of every method are checked to be those of plain decoding.
 
 With `--batches` only so many sequences at once are measured, each with and without drafts in one run. The bar is that
 drafting never costs: at least 0.97 of plain decoding's tokens a second. What a method learns about a size of batch
-takes hundreds of steps; the first turn is not counted.
+takes hundreds of steps; the first turn is not counted. With `--shape` too, the model has random weights of that shape,
+and so has a draft model of an eighth of its width and layers: hardly any draft of it is accepted, and what is measured
+is whether drafting stops.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from pathlib import Path
 from statistics import median
 
 import torch
+
+from shapes import SHAPES, config
 
 from inferplane import LLM, SamplingParams
 
@@ -109,18 +113,29 @@ def batches(methods, prompts, args):
 
 def opened(method, args, drafts=None, adaptive=True):
     """A model that drafts with a method; None: plain."""
-    spec = None
+    spec, shape = None, {}
     if method is not None:
         spec = {**METHODS[method], "num_speculative_tokens": drafts or DRAFTS[method], "adaptive": adaptive}
+    if args.shape:
+        shape = {"load_format": "dummy", "max_model_len": 2048}
+        if method == "draft":
+            spec["model"] = config(smaller(SHAPES[args.shape]), 2048)
     return LLM(
-        "demo",
+        config(SHAPES[args.shape], 2048) if args.shape else "demo",
         device=args.device,
         dtype=args.dtype,
         speculative_config=spec,
         enable_prefix_caching=False,
         max_num_seqs=max(4, *(args.batches or (4,))),
         kv_cache_tokens=512 * max(args.batches) if args.batches else None,
+        **shape,
     )
+
+
+def smaller(shape):
+    """Sizes of a draft model: an eighth of the width and of the layers, of the same vocabulary."""
+    parts = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    return {**shape, **{part: max(1, shape[part] // 8) for part in parts}}
 
 
 def decode(llm, prompts, params, clock=time.perf_counter):
@@ -199,6 +214,7 @@ def main():
     parser.add_argument("--drafts", type=int, default=5, help="drafts a step when acceptance is counted")
     parser.add_argument("--turns", type=int, default=7, help="turns of the comparison of speeds; 0 leaves it out")
     parser.add_argument("--batches", type=int, nargs="+", default=(), help="sequences at once; measures nothing else")
+    parser.add_argument("--shape", choices=SHAPES, help="with --batches: random weights of this shape, not the demo's")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
@@ -207,12 +223,15 @@ def main():
     )
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     args = parser.parse_args()
+    if args.shape and (not args.batches or not set(args.methods) <= {"ngram", "draft"}):
+        parser.error("--shape goes with --batches and the methods ngram and draft")
     begun = time.perf_counter()
     with LLM("demo", device=args.device, dtype=args.dtype) as llm:
-        prompts = held_out(args.prompts, args.prompt_tokens, llm.tokenizer)
+        prompts = held_out(args.prompts, args.prompt_tokens, llm.tokenizer)  # any vocabulary here is larger
     params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=1, ignore_eos=True)
     told = {
         "benchmark": "speculation",
+        "model": args.shape or "demo",
         "device": args.device,
         "dtype": args.dtype,
         "temperature": args.temperature,
