@@ -19,7 +19,7 @@ from statistics import median
 from inferplane.engine.request.params import SamplingParams
 from inferplane.engine.request.state import Request
 from inferplane.engine.schedule.scheduler import Limits, Scheduler
-from inferplane.kvcache import BlockAllocator, root_hash
+from inferplane.kvcache import BlockAllocator, BlockPools, root_hash
 
 BAR_MS = 0.4
 BLOCK_TOKENS = 16
@@ -29,7 +29,8 @@ PARAMS = SamplingParams(max_tokens=100_000, temperature=0)
 def scheduler(sequences, waiting, blocks=500_000):
     """One with this many sequences that decode, and this many that wait."""
     limits = Limits(sequences, 2048, 10_000_000, 64)
-    made = Scheduler(BlockAllocator(blocks), BLOCK_TOKENS, limits, lambda tenant: root_hash("bench", tenant))
+    pools = BlockPools([BlockAllocator(blocks)])
+    made = Scheduler(pools, BLOCK_TOKENS, limits, lambda tenant: root_hash("bench", tenant))
     draw = random.Random(0)
     for i in range(sequences + waiting):
         prompt = [draw.randrange(32_000) for _ in range(draw.randrange(16, 512))]
@@ -63,7 +64,7 @@ def measure(sequences, waiting, drafts, steps):
     while any(r.remaining > 1 for r in made.running) or len(made.running) < sequences:
         step(made, 0)
     told = [step(made, drafts)[:3] for _ in range(steps)]
-    made.allocator.check()
+    made.pools.check()
     both = [1e3 * (schedule + commit) for schedule, _, commit in told]
     parts = {name: 1e3 * median(t[i] for t in told) for i, name in enumerate(("schedule", "queries", "commit"))}
     case = f"{sequences} sequences, {waiting} waiting, {drafts} drafts"

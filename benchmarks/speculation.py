@@ -30,7 +30,6 @@ from pathlib import Path
 from statistics import median
 
 import torch
-
 from shapes import SHAPES, config
 
 from inferplane import LLM, SamplingParams

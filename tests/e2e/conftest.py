@@ -42,5 +42,5 @@ def shared(folder):
 def llm(shared):
     """The model; after each test nothing runs, nothing waits, and no block is lost."""
     yield shared
-    blocks = shared.engine.allocator
+    blocks = shared.engine.pools
     assert not shared.engine.busy and blocks.used == 0 and blocks.free + blocks.cached == blocks.total

@@ -45,8 +45,8 @@ async def collect(stream: AsyncIterator[Delta]) -> tuple[list[int], list[str]]:
 def at_rest(llm: AsyncLLM) -> None:
     """Nothing runs, nothing waits, no block is used."""
     engine = llm.llm.engine
-    engine.allocator.check()
-    assert engine.allocator.used == 0
+    engine.pools.check()
+    assert engine.pools.used == 0
     assert not engine.busy
 
 

@@ -16,6 +16,7 @@ from benchmarks.cache_groups import MAX_HELD, MIN_SHARE, SHAPES, TOKENS, compare
 from inferplane import LLM, SamplingParams
 from inferplane.cli import main
 from inferplane.engine.runner import planned_model
+from inferplane.engine.runner.estimate import estimate
 from inferplane.kvcache import single_table
 from tests.e2e.drafters import eagle_head, noisy_copy
 from tests.e2e.tiny_models import config_of, prompts, random_model
@@ -69,6 +70,10 @@ def alone(folders):
 CASES = {
     "batches of 3": {"max_num_seqs": 3},
     "chunks of 5": {"max_num_batched_tokens": 5},
+    "pools of their own, few blocks": {"blocks": 8, "pools": 2},
+    "pools of their own, few blocks, eagle drafts": {"speculative_config": EAGLE, "blocks": 8, "pools": 2},
+    "pools of their own, drafts of a model": {"speculative_config": DRAFT, "pools": 2},
+    "pools of their own, n-gram drafts": {"speculative_config": NGRAM, "pools": 2, "max_num_batched_tokens": 19},
     "chunks of 50, few blocks": {"max_num_batched_tokens": 50, "blocks": 24},
     "n-gram drafts": {"speculative_config": NGRAM},
     "n-gram drafts, few blocks, chunks of 19": {
@@ -86,15 +91,27 @@ CASES = {
 }
 
 
+def keep_forms_apart(monkeypatch):
+    """Deal layers as if those with a window had entries of another form."""
+    deal = planned_model.deal_layers
+    monkeypatch.setattr(
+        planned_model, "deal_layers", lambda layers, drafting, also, form: deal(layers, drafting, also, lambda r: r)
+    )
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_same_answer(case, folders, alone):
+def test_same_answer(case, folders, alone, monkeypatch):
     options = dict(CASES[case])
+    pools = options.pop("pools", 1)
+    if pools == 2:
+        keep_forms_apart(monkeypatch)
     if (spec := options.get("speculative_config")) in (EAGLE, DRAFT):
         options["speculative_config"] = spec | {"model": folders[spec["method"]]}
     if blocks := options.pop("blocks", None):
         options["kv_cache_bytes"] = blocks * bytes_per_block(folders, options.get("speculative_config"))
     with LLM(folders["model"], **OPTIONS, **options) as llm:
-        assert llm.engine.scheduler.tables.windows == (None, WINDOW, WINDOW, WINDOW)
+        assert llm.engine.scheduler.tables.windows == (None, *[WINDOW] * (3 if pools == 1 else 1))
+        assert len(llm.engine.pools.pools) == pools
         every, params = requests()
         order = list(range(len(every)))
         for again in range(2):  # later in another order, and with prefixes in the cache
@@ -105,8 +122,19 @@ def test_same_answer(case, folders, alone):
         assert not blocks or stats["num_preemptions_total"] > 0
         assert blocks or stats["prefix_cache_hits_total"] > 0
         assert spec is None or stats["spec_decode_num_draft_tokens_total"] > 0
-        assert llm.engine.allocator.used == 0
-        llm.engine.allocator.check()
+        assert llm.engine.pools.used == 0
+        llm.engine.pools.check()
+
+
+def test_estimate_and_engine_divide_a_budget_alike(folders, monkeypatch):
+    keep_forms_apart(monkeypatch)
+    with LLM(folders["model"], **OPTIONS, kv_cache_bytes=400_000, max_num_seqs=3) as llm:
+        cache, runner = llm.runner.cache, llm.runner
+        assert cache.pools == estimate(runner, None, 64).blocks(400_000) and cache.blocks == min(cache.pools)
+        assert [kv.blocks for kv in cache.layers] == [cache.pools[window] for window in runner.tables.table_of]
+        held = sum(t.numel() * t.element_size() for kv in cache.layers for t in kv.entries)
+        slack = sum(t[-1:].numel() * t.element_size() for kv in cache.layers for t in kv.entries)
+        assert held - slack <= 400_000
 
 
 def bytes_per_block(folders, spec):
@@ -131,7 +159,7 @@ def test_a_long_sequence_holds_its_windows_only(folders):
                 assert len(full) == -(-max(request.computed, 150) // block)
                 stop, first = -(-request.computed // block), max(0, request.computed + 1 - WINDOW) // block
                 assert all(len(held) == stop - first for held in windowed)
-                assert llm.engine.allocator.used == len(full) + 3 * len(windowed[0])
+                assert llm.engine.pools.used == len(full) + 3 * len(windowed[0])
 
 
 def test_a_prefix_is_found_in_all_tables(folders, alone):
@@ -147,7 +175,7 @@ def test_a_prefix_is_found_in_all_tables(folders, alone):
             return llm.engine.stats()["prefix_cache_hits_total"] - before
 
         assert hits(every[4]) == 135 // block * block > 0
-        llm.engine.allocator.clear()
+        llm.engine.pools.clear()
         assert hits(every[4]) == 0
 
 
@@ -156,7 +184,7 @@ def test_whole_prompts_and_embeddings_know_tables(folders):
     with LLM(folders["model"], **OPTIONS) as llm:
         whole = llm.logits([every[0]])[0]
         parts = llm.logits([every[0]], chunk_tokens=7)[0]
-        assert (whole - parts).abs().max() < 1e-4 and llm.engine.allocator.used == 0
+        assert (whole - parts).abs().max() < 1e-4 and llm.engine.pools.used == 0
 
 
 def run_estimate(config, device, memory, folder, capsys):

@@ -74,7 +74,7 @@ def told(llm, results):
 def drafting_entries(llm):
     """Entries of the drafting layer in blocks that can be found again, by what they hold."""
     kv, n = llm.runner.cache.layers[-1], llm.runner.cache.block_tokens
-    blocks = {h: b for b, h in llm.engine.allocator._hash_of.items()}
+    blocks = {h: b for b, h in llm.engine.pools.first._hash_of.items()}
     return {h: [e[b * n : (b + 1) * n].clone() for e in kv.entries] for h, b in blocks.items()}
 
 
@@ -149,7 +149,7 @@ def test_little_room(opened, folders):
         captured = llm.engine.speculator.captured_steps
     assert found["together"] == found["apart"] == found["eager"] and found["eager"][1]["num_preemptions_total"] > 0
     assert captured.replayed > 8 and captured.fallbacks["too few blocks are free for all drafts"] > 0
-    assert llm.engine.allocator.used == 0
+    assert llm.engine.pools.used == 0
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -281,7 +281,7 @@ def test_a_broken_step_ends_the_request_it_is_in(opened, folders):
         return plain(bucket, size, chosen)
 
     captured._fill = fill
-    llm.engine.allocator.clear()
+    llm.engine.pools.clear()
     got = [llm.engine.add(p, params, frozenset()) for p in asked]
     while llm.engine.busy:
         llm.engine.step()

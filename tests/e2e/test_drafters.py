@@ -240,7 +240,7 @@ def test_drafts_after_a_prefix_hit_are_those_without_one(method, folders):
         with LLM(folders / "mla_moe", enable_prefix_caching=False, **options) as plain:
             want, drafts, entries = drafted_for(plain, prompt)
         for first in (others, others[::-1], [end], [*others, end, prompt]):
-            llm.engine.allocator.clear()
+            llm.engine.pools.clear()
             for p in first:  # each alone, so that later ones share the blocks of earlier ones
                 llm.generate([p], SamplingParams(max_tokens=1 if p is end else 3, **GREEDY))
             got, found, cached = drafted_for(llm, prompt)

@@ -47,7 +47,7 @@ def test_prompts_cut_into_chunks_beside_others_that_generate(pair, pooling):
         check(model, many, llm.embed(many, pooling, normalize=False), pooling)
         check(model, many, llm.embed(many, pooling, normalize=False), pooling)  # their blocks are cached by now
         llm.engine.end(other, "abort")
-        llm.engine.allocator.check()
+        llm.engine.pools.check()
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
@@ -64,7 +64,7 @@ def test_sequences_that_have_to_make_room(tmp_path, pooling):
             llm.engine.step()
         check(model, many[:3], llm.embed(many[:3], pooling, normalize=False), pooling)
         llm.engine.end(hog, "abort")
-        assert llm.engine.allocator.used == 0
+        assert llm.engine.pools.used == 0
 
 
 def test_a_preempted_prompt_is_gathered_anew(tmp_path):
@@ -165,4 +165,4 @@ def test_what_cannot_be(tmp_path, monkeypatch):
         with pytest.warns(UserWarning, match="1 of 2"), pytest.raises(GenerationError, match="NaN"):
             llm.embed([[1] * 25, [2] * 5], "mean")
         assert len(llm.embed([[1] * 25], "last")) == 1  # it looks at another row
-        assert llm.engine.allocator.used == 0
+        assert llm.engine.pools.used == 0

@@ -258,11 +258,11 @@ def test_streams_are_what_generate_returns(llm):
 
 def test_a_stream_closed_early(llm):
     stream = llm.stream("Hello", SamplingParams(max_tokens=50))
-    assert llm.engine.allocator.used == 0  # nothing happens before the first piece is asked for
+    assert llm.engine.pools.used == 0  # nothing happens before the first piece is asked for
     next(stream)
-    assert llm.engine.allocator.used > 0
+    assert llm.engine.pools.used > 0
     stream.close()
-    assert llm.engine.allocator.used == 0 and list(stream) == []
+    assert llm.engine.pools.used == 0 and list(stream) == []
     for _ in llm.stream("Hello"):
         break  # dropped without being closed
 

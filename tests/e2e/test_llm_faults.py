@@ -114,7 +114,7 @@ def test_too_much_is_refused(llm, folder):
     with pytest.raises(CapacityError, match="513 tokens exceeds"):
         llm.logits([[3] * 513])
     with opened(folder, max_model_len=40, kv_cache_bytes=3 * 16 * 2 * 2 * 2 * 16 * 4) as small:
-        assert (small.engine.allocator.total, small.runner.max_model_len) == (3, 40)
+        assert (small.engine.pools.total, small.runner.max_model_len) == (3, 40)
         got = one(small, [3] * 10, max_tokens=30)
         assert (len(got.token_ids), got.finish_reason) == (30, "length")
         with pytest.raises(CapacityError, match="exceed"):
@@ -127,7 +127,7 @@ def test_too_much_is_refused(llm, folder):
         with pytest.raises(CapacityError, match="KV blocks"):
             small.logits([[3] * 40])  # the stream holds some of them
         stream.close()
-        assert small.engine.allocator.used == 0
+        assert small.engine.pools.used == 0
 
 
 def test_more_than_fits_waits(llm, folder):
@@ -138,9 +138,9 @@ def test_more_than_fits_waits(llm, folder):
     with opened(
         folder, max_model_len=96, kv_cache_bytes=10 * 16 * 2 * 2 * 2 * 16 * 4, max_num_batched_tokens=24
     ) as small:
-        assert small.engine.allocator.total == 10
+        assert small.engine.pools.total == 10
         got = small.generate(many, params)
-        assert small.engine.allocator.used == 0
+        assert small.engine.pools.used == 0
     assert [g.token_ids for g in got] == [w.token_ids for w in want]
     assert any(g.timings.queue_s > g.timings.total_s / 4 for g in got)
 
@@ -152,7 +152,7 @@ def test_close(folder):
     with opened(folder) as llm:
         stream = llm.stream("Hello", SamplingParams(max_tokens=50, ignore_eos=True))
         head = next(stream)
-    assert llm.engine.allocator.used == 0 and not llm.runner.loaded.packed
+    assert llm.engine.pools.used == 0 and not llm.runner.loaded.packed
     rest = list(stream)
     assert rest[-1].finish_reason == "abort" and len(head.token_ids) + sum(len(d.token_ids) for d in rest) < 50
     for ask in (lambda: one(llm), lambda: one(llm, [1]), lambda: llm.logits([[1]]), lambda: next(llm.stream("x"))):

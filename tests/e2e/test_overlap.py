@@ -49,8 +49,8 @@ def test_same_answers(pair, way):
         params = SamplingParams(**{**words, "min_tokens": min(most, words.get("min_tokens", 0))})
         for _ in range(2):  # the second time with prefixes in the cache
             assert answers(on, params) == answers(off, params)
-            assert not on.engine.busy and on.engine.allocator.used == 0
-            on.engine.allocator.check()
+            assert not on.engine.busy and on.engine.pools.used == 0
+            on.engine.pools.check()
 
 
 def test_what_overlaps_and_what_waits(folder):
@@ -78,7 +78,7 @@ def test_streams_and_everything_together(pair):
     next(stream)
     stream.close()
     assert [r.token_ids for r in on.generate(prompts, each)] == want
-    assert not on.engine.busy and on.engine.allocator.used == 0
+    assert not on.engine.busy and on.engine.pools.used == 0
 
 
 def test_logits_and_embeddings_between_steps(pair):

@@ -78,7 +78,7 @@ def test_greedy_tokens(pair):
     for ids, result in zip(many, results):
         assert result.token_ids == greedy_tokens(model, ids, result.token_ids) and len(result.token_ids) == 64
         assert result.finish_reason == "length" and result.text == ""
-    assert llm.engine.allocator.used == 0
+    assert llm.engine.pools.used == 0
 
 
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
@@ -103,7 +103,7 @@ def test_a_window_takes_the_blocks_of_a_window(enable_prefix_caching, tmp_path):
         assert both[0].token_ids == again[1].token_ids == greedy_tokens(model, ids, both[0].token_ids)
         assert len(both[0].token_ids) == 64
         assert both[1].token_ids == again[0].token_ids
-        assert llm.engine.allocator.used == 0
+        assert llm.engine.pools.used == 0
     with (
         LLM(tmp_path, kv_cache_bytes=32 // tokens * block, **settings) as llm,
         pytest.raises(CapacityError, match="32 "),

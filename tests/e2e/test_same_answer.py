@@ -108,8 +108,8 @@ def test_same_answer(model, case, folders, alone):
             assert spec != DRAFT or stats["spec_decode_num_accepted_tokens_total"] > 0
         if options.get("async_scheduling") == "on" and "speculative_config" not in options:
             assert stats["overlapped_steps_total"] > 10
-        assert llm.engine.allocator.used == 0
-        llm.engine.allocator.check()
+        assert llm.engine.pools.used == 0
+        llm.engine.pools.check()
 
 
 def bytes_for(folder, sequences, speculative):

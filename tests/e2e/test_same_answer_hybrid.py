@@ -8,6 +8,7 @@ import random
 import pytest
 
 from inferplane import LLM, SamplingParams
+from inferplane.kvcache import blocks_held
 from tests.e2e.drafters import noisy_copy
 from tests.e2e.tiny_models import llama_config, prompts, random_model
 from tests.families.cases import CASES as FAMILY_CASES
@@ -121,14 +122,14 @@ def count_bytes(folder, sequences, speculative):
     """Bytes of the cache, a draft model's included, for so many of the longest sequences."""
     with LLM(folder, **OPTIONS, speculative_config=speculative) as llm:
         runners = (llm.runner, *filter(None, [llm.runner.draft]))
-        blocks = llm.engine.scheduler.tables.max_blocks(54, 9)
+        blocks = blocks_held(llm.engine.scheduler.tables.windows, 54, 9, llm.runner.block_tokens)
         return int(sequences * blocks) * sum(runner.block_bytes() for runner in runners)
 
 
 def check_nothing_is_lost(llm):
     scheduler = llm.engine.scheduler
-    assert llm.engine.allocator.used == 0
-    llm.engine.allocator.check()
+    assert llm.engine.pools.used == 0
+    llm.engine.pools.check()
     if scheduler.states is not None:
         assert scheduler.states.available == scheduler.states.total
         scheduler.states.check()

@@ -36,7 +36,7 @@ def test_greedy_tokens(pair):
         inputs = torch.tensor([ids])
         want = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=64, do_sample=False)
         assert result.token_ids == want[0, len(ids) :].tolist() and len(result.token_ids) == 64
-    assert llm.engine.allocator.used == 0
+    assert llm.engine.pools.used == 0
 
 
 def test_every_family_has_two_configs():

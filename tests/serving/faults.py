@@ -299,7 +299,7 @@ class Small:
             assert not client._number_of
         else:
             assert not client._by_request and not client._compiling
-            engine.llm.engine.allocator.check()
+            engine.llm.engine.pools.check()
         again = await self.ask()
         assert self.outcomes(again) == ["whole"] * len(ASKED), again
         return True

@@ -1,18 +1,19 @@
 """Deals a model's layers to block tables: layers with a window need not keep what other layers keep.
 
 A *cache group* is all layers with the same window. A sequence has at least one block table for each group, from which
-blocks before the window are released while it grows. All tables take their blocks from one pool: a block holds
-`block_tokens` tokens of n layers, those of the table that has it. So the memory of the cache is n storages, which the
-layers of every table share in order. A group with more than n layers has several tables; a last table with fewer leaves
-storages of its blocks unused, which is limited (`MAX_PADDING`).
+blocks before the window are released while it grows. Tables of layers whose entries have one form take their blocks
+from one pool: a block holds `block_tokens` tokens of n layers, those of the table that has it. So the memory of the
+pool is n storages, which the layers of every table share in order. A group with more than n layers has several tables;
+a last table with fewer leaves storages of its blocks unused, which is limited (`MAX_PADDING`). A group whose entries
+have other forms has a pool of its own, with one table (`inferplane.kvcache.pools` divides the memory among pools).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from inferplane.types import KVRequest
 
@@ -56,8 +57,10 @@ class TablePlan:
         windows: of each table; the first is the widest.
         table_of: number of each layer's table; drafting layers come after the model's and have table 0.
         storage_of: number of each layer's storage.
-        storages: what each storage stores; a block has memory in all of them.
+        storages: what each storage stores; a block has memory in all of its pool.
         reason: in words, why layers with a window share the table of layers that keep more; empty: none do.
+        pool_of: number of each table's pool; empty: there is one.
+        pool_of_storage: number of each storage's pool; empty: there is one.
     """
 
     windows: tuple[int | None, ...]
@@ -65,16 +68,37 @@ class TablePlan:
     storage_of: tuple[int, ...]
     storages: tuple[KVRequest, ...]
     reason: str = ""
+    pool_of: tuple[int, ...] = ()
+    pool_of_storage: tuple[int, ...] = ()
 
     @property
     def num_tables(self) -> int:
         """Number of block tables of a sequence."""
         return len(self.windows)
 
+    def list_pools(self) -> tuple[int, ...]:
+        """The number of each table's pool."""
+        return self.pool_of or (0,) * self.num_tables
+
+    def windows_by_pool(self) -> list[Windows]:
+        """The windows of the tables of each pool."""
+        numbers = self.list_pools()
+        return [tuple(w for w, own in zip(self.windows, numbers) if own == pool) for pool in range(1 + max(numbers))]
+
+    def list_storage_pools(self) -> tuple[int, ...]:
+        """The number of each storage's pool."""
+        return self.pool_of_storage or (0,) * len(self.storages)
+
+    def storages_by_pool(self) -> list[tuple[KVRequest, ...]]:
+        """What the storages of each pool store."""
+        numbers, pools = self.list_storage_pools(), range(1 + max(self.list_pools()))
+        return [tuple(r for r, own in zip(self.storages, numbers) if own == pool) for pool in pools]
+
     def data(self) -> dict[str, Any]:
         """The tables as JSON-ready data, for `explain` and `estimate`."""
         layers = [self.table_of.count(table) for table in range(self.num_tables)]
-        tables = [{"window": window, "layers": n} for window, n in zip(self.windows, layers)]
+        rows = zip(self.windows, layers, self.list_pools())
+        tables = [{"window": window, "layers": n, "pool": pool} for window, n, pool in rows]
         return {"tables": tables, "shared_because": self.reason}
 
 
@@ -96,10 +120,10 @@ def deal_layers(
     also: Sequence[KVRequest] = (),
     form: Callable[[KVRequest], Hashable] = lambda request: replace(request, window=None),
 ) -> TablePlan:
-    """Deal layers to block tables.
+    """Deal layers to block tables, and tables to pools.
 
-    Layers share storages only if all have entries of one form. Otherwise all layers share one table, as they do if only
-    one window occurs.
+    If only one window occurs, all layers share one table. Otherwise groups whose layers all have entries of the same
+    one form share a pool and its storages; every other group has one table, in a pool of its own.
 
     Args:
         requests: of the model's layers.
@@ -114,27 +138,56 @@ def deal_layers(
         keeps_more = widest_window([r.window for r in (*drafting, *also)]) is None and None not in groups
         reason = "a layer that drafts reads the same table and has none" if keeps_more else ""
         return single_table((*requests, *drafting), also, reason)
-    if len({form(request) for request in requests}) > 1:
-        return single_table((*requests, *drafting), also, "their entries have other shapes or another layout")
-    ordered = sorted(groups.items(), key=lambda group: math.inf if group[0] is None else group[0], reverse=True)
-    width = choose_width([len(layers) for _, layers in ordered])
     windows: list[int | None] = []
+    pool_of: list[int] = []
+    stored: list[KVRequest] = []
+    pool_of_storage: list[int] = []
     table_of, storage_of = [0] * len(requests), [0] * len(requests)
-    stored: dict[int, KVRequest] = {}
-    for window, layers in ordered:
-        for first in range(0, len(layers), width):
-            for storage, layer in enumerate(layers[first : first + width]):
-                table_of[layer], storage_of[layer] = len(windows), storage
-                stored.setdefault(storage, requests[layer])
-            windows.append(window)
+    for pool, members in enumerate(_pool_groups(groups, requests, form)):
+        width, base = members.width, len(stored)
+        for window in members.windows:
+            layers = groups[window]
+            for first in range(0, len(layers), width):
+                for place, layer in enumerate(layers[first : first + width]):
+                    table_of[layer], storage_of[layer] = len(windows), base + place
+                    stored += [requests[layer]] if base + place == len(stored) else []
+                windows.append(window)
+                pool_of.append(pool)
+        pool_of_storage += [pool] * (len(stored) - base)
     windows[0] = widest_window([windows[0], *(r.window for r in (*drafting, *also))])
     own = range(len(stored), len(stored) + len(drafting))
     return TablePlan(
         tuple(windows),
         (*table_of, *(0 for _ in drafting)),
         (*storage_of, *own),
-        (*(stored[i] for i in range(len(stored))), *drafting),
+        (*stored, *drafting),
+        "",
+        tuple(pool_of),
+        (*pool_of_storage, *(0 for _ in drafting)),
     )
+
+
+class _Members(NamedTuple):
+    """The windows of the groups in a pool, the widest first, and the number of layers of each of their tables."""
+
+    windows: list[int | None]
+    width: int
+
+
+def _pool_groups(
+    groups: Mapping[int | None, Sequence[int]], requests: Sequence[KVRequest], form: Callable[[KVRequest], Hashable]
+) -> list[_Members]:
+    """The groups of each pool; the pool that has the widest window comes first."""
+    pools: dict[Hashable, list[int | None]] = {}
+    for window in sorted(groups, key=lambda w: math.inf if w is None else w, reverse=True):
+        forms = {form(requests[layer]) for layer in groups[window]}
+        pools.setdefault(("one", *forms) if len(forms) == 1 else ("several", window), []).append(window)
+
+    def width(key: Hashable, windows: Sequence[int | None]) -> int:
+        counts = [len(groups[window]) for window in windows]
+        return choose_width(counts) if isinstance(key, tuple) and key[0] == "one" else counts[0]
+
+    return [_Members(windows, width(key, windows)) for key, windows in pools.items()]
 
 
 def choose_width(counts: Sequence[int]) -> int:

@@ -274,7 +274,7 @@ class KVCache:
 
     Args:
         layers: one `LayerKV` per layer that has one.
-        blocks: number of blocks in each layer.
+        blocks: number of blocks in each layer; the smallest one where they differ (`pools`).
         block_tokens: tokens per block, the same for every layer.
         extra: not used by Inferplane; what a backend's `build_kv_cache` put there in 0.1. It ends with the next minor
             release: keep such objects on a `LayerKV`, or in its `once`.
@@ -282,6 +282,8 @@ class KVCache:
             read the batch itself.
         by_layer: what each decoder layer is called with, where some layers keep states or nothing; their `LayerKV` are
             those in `layers`, in order. Empty: every layer has one `LayerKV` and no states.
+        pools: number of blocks in the layers of each pool (`inferplane.kvcache.tables`); empty: there is one, and each
+            layer has `blocks`.
     """
 
     layers: tuple[LayerKV, ...]
@@ -290,6 +292,7 @@ class KVCache:
     extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
     tables: tuple[int, ...] = ()
     by_layer: tuple[LayerPlace, ...] = ()
+    pools: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.extra:
@@ -299,6 +302,10 @@ class KVCache:
     def num_tables(self) -> int:
         """Number of block tables that a sequence has."""
         return max(self.tables, default=0) + 1
+
+    def list_pools(self) -> tuple[int, ...]:
+        """Number of blocks of each pool."""
+        return self.pools or (self.blocks,)
 
     def list_tables(self) -> tuple[int, ...]:
         """The number of each layer's block table."""

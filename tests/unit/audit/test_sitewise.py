@@ -283,8 +283,8 @@ def test_windows_that_do_not_fit(folder):
             audit_sites(model, reference, draw(160, tokens=9))
         with pytest.raises(UsageError, match="A window of 60 tokens in steps of 40"):
             audit_sites(model, reference, draw(160))
-        free = [llm.engine.allocator.available for llm in (model, reference)]
-        assert free == [llm.engine.allocator.total for llm in (model, reference)], "blocks are released after errors"
+        free = [llm.engine.pools.available for llm in (model, reference)]
+        assert free == [llm.engine.pools.total for llm in (model, reference)], "blocks are released after errors"
         assert audit_sites(model, reference, draw(160, tokens=40)).first is None
 
 

@@ -44,10 +44,10 @@ def test_also_while_the_first_one_runs():
     second = e.add([*LONG, 7], greedy(5))
     e.step()
     assert second.cached_tokens == 992 and second.blocks[:62] == first.blocks[:62]
-    assert [e.allocator.users(b) for b in second.blocks[:62]] == [2] * 62
+    assert [e.pools.first.users(b) for b in second.blocks[:62]] == [2] * 62
     e.end(first, "abort")  # the other one keeps what it shares
     e.finish()
-    assert right(second) and e.allocator.used == 0
+    assert right(second) and e.pools.used == 0
 
 
 def test_at_least_one_token_is_computed():
@@ -71,7 +71,7 @@ def test_other_tenants_and_facts_share_nothing():
 
 def test_switched_off():
     e = engine(400, block_tokens=16, enable_prefix_caching=False)
-    assert rows_of(e, LONG)[1] == rows_of(e, LONG)[1] == 1000 and e.allocator.cached == 0
+    assert rows_of(e, LONG)[1] == rows_of(e, LONG)[1] == 1000 and e.pools.cached == 0
 
 
 def test_prompt_logprobs_need_every_row():
@@ -92,7 +92,7 @@ def test_a_changed_token_ends_the_match():
     for at in range(40):
         other = [*LONG[:at], (LONG[at] + 1) % V, *LONG[at + 1 : 40], 1]
         assert rows_of(e, other)[0].cached_tokens == at // 4 * 4
-        e.allocator.clear()
+        e.pools.clear()
         rows_of(e, LONG[:40])
 
 
@@ -105,7 +105,7 @@ def test_what_was_generated_is_found_too(script):
     first, _ = rows_of(e, [1, 2, 3], greedy(22))
     follow, rows = rows_of(e, [1, 2, 3, *first.generated, 8])
     assert follow.cached_tokens == 24 and rows == 2  # the 25th token, its last, was never written
-    e.allocator.check()
+    e.pools.check()
 
 
 @pytest.mark.parametrize("script", ["wrong", "alternate", "junk"])
@@ -125,8 +125,8 @@ def test_the_longest_unused_goes_first_and_tails_before_heads():
     rows_of(e, b)
     assert rows_of(e, [*a, 1])[0].cached_tokens == 16  # used again: b is now the older one
     rows_of(e, c)  # needs 4; 1 block never held anything, 1 the tail of [*a, 1]
-    assert e.allocator.count_prefix(hashes(e, b)) == 2, "its tail went, its head is left"
-    assert e.allocator.count_prefix(hashes(e, a)) == e.allocator.count_prefix(hashes(e, c)) == 4
+    assert e.pools.first.count_prefix(hashes(e, b)) == 2, "its tail went, its head is left"
+    assert e.pools.first.count_prefix(hashes(e, a)) == e.pools.first.count_prefix(hashes(e, c)) == 4
     assert rows_of(e, [*b, 1])[0].cached_tokens == 8
 
 

@@ -37,13 +37,37 @@ def test_drafting_layers_read_the_first_table_in_storages_of_their_own():
     assert deal_layers([windowed(9), windowed(5)], [], [windowed(12)]).windows == (12, 5)
 
 
-@pytest.mark.parametrize(
-    ("layers", "window"), [([FULL] * 3, None), ([windowed(4)] * 3, 4), ([windowed(4), KVRequest("gqa", 1, 8, 8)], None)]
-)
-def test_one_window_or_several_forms_have_one_table(layers, window):
+@pytest.mark.parametrize(("layers", "window"), [([FULL] * 3, None), ([windowed(4)] * 3, 4)])
+def test_one_window_has_one_table(layers, window):
     plan = deal_layers(layers)
     assert (plan.windows, plan.table_of, plan.storages) == ((window,), (0,) * len(layers), tuple(layers))
-    assert bool(plan.reason) == (len({replace(r, window=None) for r in layers}) > 1)
+    assert not plan.reason and plan.storages_by_pool() == [tuple(layers)]
+
+
+NARROW, KEYS = KVRequest("gqa", 1, 8, 8), KVRequest("gqa", 1, 4, 4)
+
+
+def test_groups_of_other_forms_have_pools_of_their_own():
+    window = replace(NARROW, window=4)
+    plan = deal_layers([window, window, FULL, window], [KEYS])
+    assert plan.windows == (None, 4) and plan.pool_of == (0, 1) and not plan.reason
+    assert plan.table_of == (1, 1, 0, 1, 0) and plan.storage_of == (1, 2, 0, 3, 4)
+    assert plan.storages_by_pool() == [(FULL, KEYS), (window,) * 3] and plan.pool_of_storage == (0, 1, 1, 1, 0)
+    assert plan.windows_by_pool() == [(None,), (4,)]
+    assert [table["pool"] for table in plan.data()["tables"]] == [0, 1]
+
+
+def test_groups_of_one_form_share_a_pool_beside_another():
+    plan = deal_layers([FULL, windowed(9), replace(NARROW, window=4)])
+    assert plan.windows == (None, 9, 4) and plan.pool_of == (0, 0, 1)
+    assert plan.table_of == (0, 1, 2) and plan.storage_of == (0, 0, 1)
+
+
+def test_a_group_of_several_forms_has_one_table():
+    mixed = [FULL, KEYS, FULL, KEYS]
+    plan = deal_layers([*mixed, windowed(4), windowed(4)])
+    assert plan.windows == (None, 4) and plan.table_of == (0, 0, 0, 0, 1, 1)
+    assert plan.storages_by_pool() == [tuple(mixed), (windowed(4),) * 2]
 
 
 def test_a_drafting_layer_without_a_window_keeps_all_of_one_table():

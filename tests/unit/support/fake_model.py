@@ -20,7 +20,7 @@ from inferplane.engine.request.state import Request
 from inferplane.engine.sampling.batch_rows import BatchRow
 from inferplane.engine.sampling.sampler import Sampler
 from inferplane.engine.speculate import Proposer, SpeculativeConfig
-from inferplane.kvcache import StatePool
+from inferplane.kvcache import StatePool, TablePlan
 from inferplane.ops import SampleTokens
 from inferplane.types import HOST, KVCache, LayerPlace, StateCache, StateRequest, StateTensor
 from tests.unit.support.small import bound
@@ -85,13 +85,18 @@ class FakeRunner:
     """See the module. `before` is called with each batch first; `batches` and `rows` count.
 
     It has one layer for each of `windows`, with a block table of its own. A layer's entries depend on the state behind
-    the layer before it. All layers keep theirs in one memory. With `recurrent` sequences the first layer, which sees
-    all tokens, computes the same from a state instead, for as many sequences at a time.
+    the layer before it. All layers of a pool keep theirs in one memory; the first pool has `blocks`, others have
+    `more_blocks` each. With `recurrent` sequences the first layer, which sees all tokens, computes the same from a
+    state instead, for as many sequences at a time.
     """
 
-    def __init__(self, blocks=64, block_tokens=4, max_model_len=100_000, windows=(None,), recurrent=0):
+    def __init__(
+        self, blocks=64, block_tokens=4, max_model_len=100_000, windows=(None,), recurrent=0, pool_of=(), more_blocks=12
+    ):
         self.windows, self.limited_by_cache, self.ranks = windows, False, None
-        self.cache = KVCache((self,), blocks, block_tokens)
+        self.tables = TablePlan(windows, (), (), (), "", pool_of)
+        pools = (blocks, *[more_blocks] * max(pool_of, default=0))
+        self.cache = KVCache((self,), min(pools), block_tokens, pools=pools)
         self.states = None
         if recurrent:
             assert windows[0] is None
@@ -114,7 +119,7 @@ class FakeRunner:
         )
         self.dtype, self.steps, self.max_model_len = torch.float32, {}, max_model_len
         self.sample = sampler()._sample
-        self.entries = [None] * (blocks * block_tokens)
+        self.entries = [[None] * (count * block_tokens) for count in pools]
         self.batches = self.rows = 0
         self.kinds = []
         self.before = lambda batch: None
@@ -135,20 +140,21 @@ class FakeRunner:
         self.kinds.append(batch.kind)
         self.before(batch)
         views = [batch.for_table(table) for table in range(len(self.windows))]
-        slots = [slot for view in views for slot in view.slots.tolist()]
+        pools = self.tables.list_pools()
+        slots = [(pool, slot) for view, pool in zip(views, pools) for slot in view.slots.tolist()]
         assert len({*slots}) == len(slots), "two tokens in one slot"
         states = batch.ids.tolist()
-        for view, window in zip(views, self.windows):
+        for view, window, pool in zip(views, self.windows, pools):
             if self.states is not None and view is batch:
                 self.run_recurrence(batch, states)
             else:
-                self.run_layer(view, window, states)
+                self.run_layer(view, window, states, self.entries[pool])
         at = range(len(states)) if batch.logit_rows is None else batch.logit_rows.tolist()
         return logits_after([states[i] for i in at]), torch.tensor([[s >> 54] for s in states])
 
-    def run_layer(self, batch, window, states):
+    def run_layer(self, batch, window, states, e):
         """Replace each row's state by the one behind a layer, which reads and writes the entries of its table."""
-        e, n = self.entries, self.cache.block_tokens
+        n = self.cache.block_tokens
         slots, positions = batch.slots.tolist(), batch.positions.tolist()
         for row in batch.rows():
             table, state, first = row.table.tolist(), START, row.tokens - (row.stop - row.start)
@@ -193,7 +199,7 @@ class Watched(Engine):
 
     def watch_steps_in_flight(self):
         """No block is given out while a step in flight has it, and its sequence is no longer there to have it."""
-        flying, allocate = self.scheduler.in_flight, self.allocator.allocate
+        flying = self.scheduler.in_flight
         begin, finish = flying.begin, flying.finish
 
         def begin_step():
@@ -205,12 +211,23 @@ class Watched(Engine):
             self.used_in_flight.pop(id(held), None)
             finish(held)
 
-        def allocate_blocks(count):
-            blocks = allocate(count)
-            assert not any(used & {*blocks} for used in self.used_in_flight.values()), "a step in flight has them"
-            return blocks
+        def watched(pool, allocate):
+            def allocate_blocks(count):
+                blocks = allocate(count)
+                taken = {(pool, block) for block in blocks}
+                assert not any(used & taken for used in self.used_in_flight.values()), "a step in flight has them"
+                return blocks
 
-        flying.begin, flying.finish, self.allocator.allocate = begin_step, finish_step, allocate_blocks
+            return allocate_blocks
+
+        flying.begin, flying.finish = begin_step, finish_step
+        for number, pool in enumerate(self.pools.pools):
+            pool.allocate = watched(number, pool.allocate)
+
+    def held(self, request):
+        """The blocks of all its tables, each with the number of its pool."""
+        pools = self.runner.tables.list_pools()
+        return [(pool, block) for pool, table in zip(pools, request.tables) for block in table.held]
 
     def schedule(self):
         self.now = super().schedule()
@@ -239,12 +256,12 @@ class Watched(Engine):
     def look(self, batch):
         """What is written belongs to one sequence alone, and nobody was promised its old content."""
         n = self.cache.block_tokens
-        self.last_batch = {block for s in self.now for table in s.request.tables for block in table.held}
+        self.last_batch = {block for s in self.now for block in self.held(s.request)}
         if self.waits_now:
             for s in self.now:
                 self.fail_later_for(s.request)
-        for block in {s // n for table in batch.list_tables() for s in table.slots.tolist()}:
-            assert self.allocator.users(block) == 1, "a shared block is written"
+        for allocator, table in zip(self.scheduler.tables.allocators, batch.list_tables()):
+            assert all(allocator.users(s // n) == 1 for s in table.slots.tolist()), "a shared block is written"
         for s in self.now:
             self.fail_for(s.request)
 
@@ -264,14 +281,16 @@ class Watched(Engine):
         )
 
     def check_books(self):
-        a, s = self.allocator, self.scheduler
+        a, s = self.pools, self.scheduler
         a.check()
         users = {}
         assert len(s.in_flight.steps) == (0 if self.overlap is None else len(self.overlap.steps)) <= 2
-        for block in (block for step in s.in_flight.steps for block in step.blocks):
-            users[block] = users.get(block, 0) + 1
+        for allocator, blocks in (pair for step in s.in_flight.steps for pair in step.blocks):
+            for block in blocks:
+                key = a.pools.index(allocator), block
+                users[key] = users.get(key, 0) + 1
         for r in s.running:
-            held = [block for table in r.tables for block in table.held]
+            held = self.held(r)
             assert r.finish_reason is None and len({*held}) == len(held) and len(r.tables) == len(self.runner.windows)
             for table, w in zip(r.tables, self.runner.windows):
                 assert table.released == (
@@ -280,7 +299,8 @@ class Watched(Engine):
                 assert len(table.blocks) * self.cache.block_tokens >= r.computed and 0 <= r.computed < r.tokens
             for b in held:
                 users[b] = users.get(b, 0) + 1
-        assert users == a._users, "users are the tables'"
+        counted = {(pool, block): n for pool, own in enumerate(a.pools) for block, n in own._users.items()}
+        assert users == counted, "users are the tables'"
         if s.states is not None:
             held = [slots for step in s.in_flight.steps for slots in step.states]
             slots = Counter(slot for state in (*(r.state for r in s.running), *held) for slot in state)
@@ -349,9 +369,12 @@ def tell_alone(request):
     return alone(tuple(request.prompt), request.params, request.end_ids, request.windows)[0]
 
 
+SIZES = ("max_model_len", "windows", "recurrent", "pool_of", "more_blocks")
+
+
 def engine(blocks=64, block_tokens=4, *, script=None, drafts=3, spec=None, **options):
     """A watched engine; `script` names a scripted proposer, `spec` holds fields of SpeculativeConfig."""
-    sizes = {name: options.pop(name) for name in ("max_model_len", "windows", "recurrent") if name in options}
+    sizes = {name: options.pop(name) for name in SIZES if name in options}
     runner = FakeRunner(blocks, block_tokens, **sizes)
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, **options}
     if script is not None or spec is not None:

@@ -25,7 +25,7 @@ from inferplane.engine.schedule.insertion import UNLIMITED, Insertion, StepWork
 from inferplane.engine.schedule.scheduler import Limits, ScheduledChunk, Scheduler, count_work
 from inferplane.engine.speculate import SpeculativeConfig, Speculator, VerifiedChunk
 from inferplane.errors import CapacityError, EngineError, UsageError, in_words, warn
-from inferplane.kvcache import BlockAllocator, StatePool, root_hash
+from inferplane.kvcache import BlockPools, StatePool, root_hash
 from inferplane.types import KVCache, ModelOutput
 from inferplane.types.batch import make_batch
 
@@ -81,13 +81,13 @@ class Engine:
 
     def start(self, config: SpeculativeConfig | None) -> None:
         """Begin with an empty cache, that of the runner, and with a method of speculation; no request runs or waits."""
-        runner, cache = self.runner, self.runner.cache
+        runner, cache, tables = self.runner, self.runner.cache, self.runner.tables
         assert cache is not None, "the runner was not opened"
-        self.cache, self.allocator = cache, BlockAllocator(cache.blocks)
+        self.cache, self.pools = cache, BlockPools.of(cache.list_pools(), tables.list_pools())
         self.limits = replace(self.limits, max_model_len=runner.max_model_len, limited_by_cache=runner.limited_by_cache)
         lookahead, states = int(config is not None and config.hash_covers_next_token), StatePool.of(cache)
         self.scheduler = Scheduler(
-            self.allocator, cache.block_tokens, self.limits, self.root, lookahead, runner.windows, states
+            self.pools, cache.block_tokens, self.limits, self.root, lookahead, tables.windows, states
         )
         self.sampler = Sampler(runner.sample, self.vocab, self.device)
         self.speculator = Speculator(config, runner, self.scheduler) if config is not None else None
@@ -318,11 +318,11 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counters, gauges and histograms as of now (`inferplane.engine.loop.metrics`), JSON-ready."""
-        s, a = self.scheduler, self.allocator
+        s, a = self.scheduler, self.pools
         return self.metrics.snapshot(
             num_requests_running=len(s.running),
             num_requests_waiting=len(s.waiting),
-            kv_cache_usage_perc=a.used / a.total,
+            kv_cache_usage_perc=a.usage,
             kv_blocks_total=a.total,
             kv_blocks_free=a.free,
             kv_blocks_cached=a.cached,

@@ -69,8 +69,8 @@ def prompt_steps(
             taken = tables.extend(sequence, start + len(ids)) if start else tables.admit(sequence, (), step)
             if not taken:
                 raise CapacityError(
-                    f"A prompt of {len(prompt)} tokens needs {tables.max_blocks(len(prompt), step)} KV blocks.",
-                    there_is=f"{engine.allocator.available} available of {engine.allocator.total}",
+                    f"A prompt of {len(prompt)} tokens needs more KV blocks than are free.",
+                    there_is=f"{engine.pools.available} available of {engine.pools.total}",
                     remedy="run fewer or shorter sequences at once, or give the cache more memory",
                 )
             blocks, *more_blocks = tables.first_blocks(sequence, start + len(ids))

@@ -64,6 +64,7 @@ class ScratchBlocks:
         self.device, self.block_tokens, self.layers = device, cache.block_tokens, cache.storages()
         in_table = math.ceil((tokens - 1) / self.block_tokens) + 1
         each = in_table * num_tables
+        used = [block for block in used if block < cache.blocks]  # tables of another pool have other numbers
         taken = set(used)
         order = chain((b for b in reversed(range(cache.blocks)) if b not in taken), used)
         numbers = list(islice(order, SEQUENCES * each + HISTORY_BLOCKS))

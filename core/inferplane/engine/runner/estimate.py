@@ -15,7 +15,7 @@ from inferplane.engine.runner.planned_model import PlannedModel
 from inferplane.engine.runner.sizes.activations import count_activation_bytes, count_logit_bytes
 from inferplane.engine.runner.sizes.sizing import Sizing, Traffic
 from inferplane.errors import CapacityError, InferplaneError
-from inferplane.kvcache import blocks_held, widest_window
+from inferplane.kvcache import PoolShape, blocks_held, bytes_of_tables, divide_budget, widest_window
 from inferplane.types import PLAIN
 from inferplane.units import format_bytes
 
@@ -54,15 +54,14 @@ class Estimate:
         weights: all weights in all their packings; the larger of several copies included.
         copies: of these, second and further packings of a weight.
         workspace: memory of the largest step beside weights and cache, an estimate (`activations`).
-        block: one block of the KV cache, in all storages.
+        pools: of the KV cache's blocks, with the bytes of a block in all storages; what a draft model keeps included.
         block_tokens: tokens per block.
         memory: the device's memory; None when it is not known.
         max_num_seqs: maximum number of sequences in a step.
         model_positions: maximum number of tokens of a sequence in the model.
         window: the widest attention window of the layers, in tokens; None: a layer attends to all tokens.
         step_tokens: maximum number of tokens in a step.
-        windows: the same for the layers of each block table of a sequence.
-        table_layers: number of layers of each block table.
+        table_layers: number of layers of each block table, by pool.
         unreleased_window: of a block's bytes, those of layers with a window that keep all tokens, because they share
             the table of layers that attend to all.
         state_sequence: what recurrent layers keep of a sequence, whatever its length; 0: there are no such layers.
@@ -76,14 +75,13 @@ class Estimate:
     weights: int
     copies: int
     workspace: int
-    block: int
+    pools: tuple[PoolShape, ...]
     block_tokens: int
     memory: int | None
     max_num_seqs: int
     model_positions: int
     window: int | None = None
     step_tokens: int = 0
-    windows: tuple[int | None, ...] = (None,)
     table_layers: tuple[int, ...] = ()
     unreleased_window: int = 0
     state_sequence: int = 0
@@ -94,6 +92,11 @@ class Estimate:
     formats: tuple[FormatShare, ...] = ()
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The widest attention window of the layers of each block table of a sequence, by pool."""
+        return tuple(window for pool in self.pools for window in pool.windows)
+
+    @property
     def kv_token(self) -> float:
         """Bytes of the cache per token, while no window has passed it."""
         return self.min_kv_bytes / self.block_tokens
@@ -101,7 +104,12 @@ class Estimate:
     @property
     def min_kv_bytes(self) -> int:
         """Bytes of the smallest cache in which a sequence can run: a block for each of its block tables."""
-        return len(self.windows) * self.block
+        return bytes_of_tables(self.pools)
+
+    @property
+    def block(self) -> int:
+        """Bytes of one block of each pool."""
+        return sum(pool.block_bytes for pool in self.pools)
 
     @property
     def left(self) -> int | None:
@@ -114,17 +122,20 @@ class Estimate:
         return self.max_num_seqs * self.state_sequence
 
     @property
-    def max_blocks(self) -> int:
-        """The number of blocks that the largest batch of the longest sequences can use."""
-        return self.max_num_seqs * -(-self.model_positions // self.block_tokens) * len(self.windows)
+    def max_kv_bytes(self) -> int:
+        """Bytes of the blocks that the largest batch of the longest sequences can use."""
+        most = ((p.max_blocks(self.model_positions, self.max_num_seqs, self.block_tokens), p) for p in self.pools)
+        return sum(count * pool.block_bytes for count, pool in most)
 
-    def blocks(self, kv_bytes: int) -> int:
-        """The number of blocks in a cache of `kv_bytes`; blocks without entries take no memory."""
-        return max(0, kv_bytes) // self.block if self.block else self.max_blocks
+    def blocks(self, kv_bytes: int) -> tuple[int, ...]:
+        """The number of blocks of each pool in a cache of `kv_bytes`; blocks without entries take no memory."""
+        if len(self.pools) == 1 and self.block:
+            return (max(0, kv_bytes) // self.block,)
+        return divide_budget(self.pools, kv_bytes, self.block_tokens, self.model_positions, self.max_num_seqs)
 
     def size(self, kv_bytes: int, traffic: Traffic | None = None) -> Sizing:
         """The source system's settings for a cache of `kv_bytes`."""
-        tokens = self.blocks(kv_bytes) // len(self.windows) * self.block_tokens
+        tokens = self.blocks(kv_bytes)[0] // len(self.pools[0].windows) * self.block_tokens
         return Sizing(tokens, self.model_positions, traffic)
 
     def max_sequence_tokens(self, kv_bytes: int) -> int:
@@ -132,19 +143,23 @@ class Estimate:
         block.
         """
         blocks = self.blocks(kv_bytes)
-        memory = CacheMemory(blocks, self.block_tokens, self.block, kv_bytes, self.windows)
-        enough = blocks >= len(self.windows)
+        memory = CacheMemory(blocks, self.block_tokens, self.pools, kv_bytes)
+        enough = kv_bytes >= self.min_kv_bytes
         return memory.max_sequence_tokens(self.model_positions, explicit_length=False) if enough else 0
 
     def sequences(self, tokens: int, kv_bytes: int) -> int:
         """How many sequences of `tokens` tokens a cache of `kv_bytes` holds at a time."""
-        blocks = self.blocks(kv_bytes)
-        held, most = (blocks_held(self.windows, tokens, n, self.block_tokens) for n in (1, max(1, self.step_tokens)))
+        if kv_bytes < self.min_kv_bytes:
+            return 0
+        found = min(self._sequences_in(pool, n, tokens) for pool, n in zip(self.pools, self.blocks(kv_bytes)))
+        return min(found, self.max_num_seqs) if self.state_sequence else found
+
+    def _sequences_in(self, pool: PoolShape, blocks: int, tokens: int) -> int:
+        held, most = (blocks_held(pool.windows, tokens, n, self.block_tokens) for n in (1, max(1, self.step_tokens)))
         if blocks < held:
             return 0
         # A step's tokens are one sequence's at most, which then holds more of its windows; in a small cache less.
-        found = 1 + (blocks - min(blocks, most)) // held
-        return min(found, self.max_num_seqs) if self.state_sequence else found
+        return 1 + (blocks - min(blocks, most)) // held
 
     @property
     def default_kv_bytes(self) -> int | None:
@@ -153,7 +168,7 @@ class Estimate:
         """
         if self.memory is None:
             return None
-        return max(0, min(int((self.memory - self.weights - self.states) * KV_SHARE), self.max_blocks * self.block))
+        return max(0, min(int((self.memory - self.weights - self.states) * KV_SHARE), self.max_kv_bytes))
 
     @property
     def fits(self) -> bool | None:
@@ -185,6 +200,7 @@ class Estimate:
             "kv_window": self.window,
             "kv_whole_windows_bytes": self.unreleased_window,
             "kv_tables": [{"window": w, "layers": n} for w, n in zip(self.windows, self.table_layers)],
+            "kv_pools": [{"tables": len(p.windows), "block_bytes": p.block_bytes} for p in self.pools],
             "state_sequence_bytes": self.state_sequence,
             "memory_bytes": self.memory,
             "devices": self.devices,
@@ -219,14 +235,13 @@ def estimate(runner: PlannedModel, memory: int | None, max_num_batched_tokens: i
         weights=plan.weight_bytes + (0 if draft is None else draft.plan.weight_bytes),
         copies=sum(plan.count_copied_bytes().values()),
         workspace=activations + count_logit_bytes(runner, max_num_batched_tokens),
-        block=runner.block_bytes() + (0 if draft is None else draft.block_bytes()),
+        pools=tuple(runner.describe_pools()),
         block_tokens=runner.block_tokens,
         memory=memory,
         max_num_seqs=runner.options.max_num_seqs,
         model_positions=runner.max_model_len,
         window=widest_window(tables.windows),
         step_tokens=max_num_batched_tokens,
-        windows=tables.windows,
         table_layers=tuple(tables.table_of.count(i) for i in range(tables.num_tables)),
         unreleased_window=runner.count_unreleased_bytes(),
         state_sequence=runner.count_state_bytes(),

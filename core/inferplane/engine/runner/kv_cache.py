@@ -5,7 +5,7 @@ memory that it takes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -16,17 +16,20 @@ from inferplane.errors import CapacityError, UsageError, warn
 from inferplane.kvcache import (
     STATIC_DTYPES,
     STATIC_SUFFIX,
+    PoolShape,
     StatePool,
+    TablePlan,
     blocks_held,
+    bytes_of_tables,
     list_kv_dtypes,
     paged_layout,
     static_layout,
 )
-from inferplane.kvcache.tables import Windows
 from inferplane.ops import CausalLM, Op
 from inferplane.types import (
     Backend,
     HybridCache,
+    KVCache,
     KVLayout,
     KVRequest,
     LayerCache,
@@ -114,18 +117,15 @@ class CacheMemory:
     """The number and size of a cache's blocks, and its memory budget; computes how long a sequence may be in it.
 
     Args:
-        blocks: number of blocks. block_tokens: tokens per block. block_bytes: bytes per block, in all storages.
+        blocks: number of blocks of each pool. block_tokens: tokens per block. pools: what their blocks hold.
         budget_bytes: maximum size of the cache.
-        windows: the widest attention window of the layers of each block table, in tokens; None: a layer attends to all
-            tokens.
         option: the option that sizes the cache, "kv_cache_bytes" or "kv_cache_tokens", for messages.
     """
 
-    blocks: int
+    blocks: Sequence[int]
     block_tokens: int
-    block_bytes: int
+    pools: Sequence[PoolShape]
     budget_bytes: int
-    windows: Windows = (None,)
     option: str = "kv_cache_bytes"
 
     def max_sequence_tokens(self, limit: int, *, explicit_length: bool, explicit_budget: bool = False) -> int:
@@ -140,48 +140,62 @@ class CacheMemory:
         Raises:
             CapacityError: the budget holds no block, or not the explicit length.
         """
-        limit_bytes = self._max_blocks(limit) * self.block_bytes
-        size, enough = self._sizes(self._max_blocks(limit))
-        if self.blocks < 1:
+        limit_bytes = self._count_bytes(self._max_blocks(limit))
+        size, enough = self._sizes(limit)
+        have = f"{sum(self.blocks)} KV blocks of {self._describe_bytes()} bytes"
+        if min(self.blocks) < 1:
             raise CapacityError(
-                f"One KV block takes {self.block_bytes} bytes; the cache may take {self.budget_bytes}.",
+                f"One KV block takes {self._describe_bytes()} bytes; the cache may take {self.budget_bytes}.",
                 remedy=f"raise kv_cache_bytes, for example to {limit_bytes}: {limit} tokens take so many bytes",
             )
-        if self._max_blocks(limit) <= self.blocks:
+        if self._holds(limit):
             return limit
         if explicit_length:
             raise CapacityError(
-                f"max_model_len = {limit} needs {self._max_blocks(limit)} KV blocks of {self.block_bytes} bytes.",
-                there_is=f"{self.budget_bytes} bytes for {self.blocks}",
+                f"max_model_len = {limit} needs {sum(self._max_blocks(limit))} KV blocks of {self._describe_bytes()} "
+                "bytes.",
+                there_is=f"{self.budget_bytes} bytes for {sum(self.blocks)}",
                 remedy=f"lower max_model_len, or pass {self.option}={enough}",
             )
         longest, high = 0, limit - 1
         while longest < high:  # longer sequences need more blocks
             middle = (longest + high + 1) // 2
-            longest, high = (middle, high) if self._max_blocks(middle) <= self.blocks else (longest, middle - 1)
+            longest, high = (middle, high) if self._holds(middle) else (longest, middle - 1)
         if not longest:
+            tables = sum(len(shape.windows) for shape in self.pools)
             raise CapacityError(
-                f"A sequence has {len(self.windows)} block tables; the cache has {self.blocks} KV blocks.",
+                f"A sequence has {tables} block tables; the cache has {sum(self.blocks)} KV blocks.",
                 remedy=f"raise kv_cache_bytes, for example to {limit_bytes}: {limit} tokens take so many bytes",
             )
         if explicit_budget:
             warn(
-                f"{self.option} = {size} holds {self.blocks} KV blocks of {self.block_bytes} bytes: "
-                f"sequences have at most {longest} of the model's {limit} tokens. "
+                f"{self.option} = {size} holds {have}: sequences have at most {longest} of the model's {limit} tokens. "
                 f"To do: raise {self.option}, for example to {enough}."
             )
         return longest
 
-    def _sizes(self, blocks: int) -> tuple[int, int]:
-        """The size of this cache and that of one with so many blocks, as the option counts it."""
+    def _sizes(self, tokens: int) -> tuple[int, int]:
+        """The size of this cache and that of one which holds a sequence of `tokens` tokens, as the option counts it."""
+        blocks = self._max_blocks(tokens)
         if self.option == "kv_cache_bytes":
-            return self.budget_bytes, blocks * self.block_bytes
-        tokens = self.block_tokens / len(self.windows)  # a block of each table for so many tokens
-        return int(self.blocks * tokens), int(blocks * tokens)
+            return self.budget_bytes, self._count_bytes(blocks)
+        wave = bytes_of_tables(self.pools) / self.block_tokens  # a block of each table for so many tokens
+        counts = (self._count_bytes(self.blocks), self._count_bytes(blocks)) if wave else (0, 0)
+        return int(counts[0] / max(wave, 1e-9)), int(counts[1] / max(wave, 1e-9))
 
-    def _max_blocks(self, tokens: int) -> int:
-        """The largest number of blocks that a sequence holds at a time, if steps are as small as they may be."""
-        return blocks_held(self.windows, tokens, 1, self.block_tokens)
+    def _max_blocks(self, tokens: int) -> list[int]:
+        """The largest numbers of blocks that a sequence holds at a time, if steps are as small as they may be."""
+        return [blocks_held(shape.windows, tokens, 1, self.block_tokens) for shape in self.pools]
+
+    def _holds(self, tokens: int) -> bool:
+        """Whether a sequence of `tokens` tokens fits alone."""
+        return all(need <= have for need, have in zip(self._max_blocks(tokens), self.blocks))
+
+    def _count_bytes(self, blocks: Sequence[int]) -> int:
+        return sum(count * shape.block_bytes for count, shape in zip(blocks, self.pools))
+
+    def _describe_bytes(self) -> str:
+        return " and ".join(str(shape.block_bytes) for shape in self.pools)
 
 
 @dataclass(frozen=True)
@@ -189,11 +203,11 @@ class CachePlan:
     """Sizes of a runner's caches.
 
     Args:
-        blocks: number of blocks. budget_bytes: what all caches together may take.
+        blocks: number of blocks of each pool. budget_bytes: what all caches together may take.
         max_model_len: maximum number of tokens of a sequence in them.
     """
 
-    blocks: int
+    blocks: tuple[int, ...]
     budget_bytes: int
     max_model_len: int
 
@@ -216,6 +230,32 @@ def list_requests(layers: Iterable[Op]) -> list[LayerRequests]:
         LayerRequests(next(iter(layer.kv_requests()), None), next(iter(layer.state_requests()), None))
         for layer in layers
     ]
+
+
+def build_pools(
+    tables: TablePlan,
+    requests: Sequence[KVRequest],
+    blocks: Sequence[int],
+    block_tokens: int,
+    build: Callable[[Sequence[KVRequest], int], KVCache],
+) -> KVCache:
+    """The cache of entries, whose layers share storages as their tables allow.
+
+    Args:
+        tables: of the layers. requests: of the same layers.
+        blocks: number of blocks of each pool. block_tokens: tokens per block.
+        build: `(requests, blocks) -> KVCache`, a pool's storages; not called without requests.
+    """
+    parts = zip(tables.storages_by_pool(), blocks)
+    built = [build(storages, count) if storages else KVCache((), count, block_tokens) for storages, count in parts]
+    made = built[0] if len(built) == 1 else KVCache((), min(blocks), block_tokens, pools=tuple(blocks))
+    if tables.num_tables == 1:
+        return made
+    of_pool = [iter(each.layers) for each in built]
+    storages = [next(of_pool[pool]) for pool in tables.list_storage_pools()]
+    stored = (storages[storage] for storage in tables.storage_of)
+    layers = tuple(kv if kv.request == request else kv.share(request) for kv, request in zip(stored, requests))
+    return replace(made, layers=layers, tables=tables.table_of)
 
 
 def place_caches(
@@ -250,21 +290,21 @@ def count_slot_bytes(requests: Iterable[LayerRequests], dtype: torch.dtype) -> i
     return sum(request.states.count_bytes(dtype) for request in requests if request.states is not None)
 
 
-def count_budget(options: RunnerOptions, free_bytes: int, block_bytes: int, block_tokens: int, windows: Windows) -> int:
+def count_budget(options: RunnerOptions, free_bytes: int, block_tokens: int, pools: Sequence[PoolShape]) -> int:
     """Bytes that a cache may take: those of `kv_cache_tokens` or `kv_cache_bytes`, else a share of what is free.
 
     Args:
         options: of the model.
         free_bytes: of memory beside weights and states.
-        block_bytes: of a block. block_tokens: tokens per block.
-        windows: of the block tables of a sequence, each of which has a block for the same tokens.
+        block_tokens: tokens per block.
+        pools: what blocks hold; each block table of a sequence has a block for the same tokens.
 
     Raises:
         CapacityError: `kv_cache_tokens` take more than is free.
     """
     if options.kv_cache_tokens is None:
         return int(free_bytes * KV_SHARE) if options.kv_cache_bytes is None else options.kv_cache_bytes
-    wave_bytes = len(windows) * block_bytes
+    wave_bytes = bytes_of_tables(pools)
     budget = -(-options.kv_cache_tokens // block_tokens) * wave_bytes
     if budget > free_bytes:
         raise CapacityError(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +14,14 @@ from inferplane.binding import link, view_of
 from inferplane.engine.runner.buckets import bucket_sizes
 from inferplane.engine.runner.capture import DecodeSteps
 from inferplane.engine.runner.estimate import check_fit
-from inferplane.engine.runner.kv_cache import CacheMemory, CachePlan, check_memory, count_budget, place_caches
+from inferplane.engine.runner.kv_cache import (
+    CacheMemory,
+    CachePlan,
+    build_pools,
+    check_memory,
+    count_budget,
+    place_caches,
+)
 from inferplane.engine.runner.loading import kv_scales
 from inferplane.engine.runner.loading.weight_loading import read_weights
 from inferplane.engine.runner.model_files import ModelFiles
@@ -23,11 +29,11 @@ from inferplane.engine.runner.options import Draft, RunnerOptions
 from inferplane.engine.runner.planned_model import PlannedModel
 from inferplane.engine.runner.ranks import Ranks
 from inferplane.errors import CapacityError, InferplaneError, UsageError
-from inferplane.kvcache import TablePlan
+from inferplane.kvcache import TablePlan, divide_budget
 from inferplane.models import constructor
 from inferplane.plugins import Event, PluginHost
 from inferplane.renamed import old_attributes
-from inferplane.types import Backend, Batch, KVCache, LayerKV, Placement, StepKind
+from inferplane.types import Backend, Batch, KVCache, KVRequest, LayerKV, Placement, StepKind
 from inferplane.types.batch import make_batch
 
 
@@ -191,20 +197,19 @@ class Runner(PlannedModel):
         Raises:
             CapacityError: the budget is too small.
         """
-        block_bytes = self.block_bytes() + (self.draft.block_bytes() if self.draft is not None else 0)
+        pools = self.describe_pools()
         num_sequences, options = self.options.max_num_seqs, self.options
         free_bytes, state_bytes = self.backend.memory().free_bytes, num_sequences * self.count_state_bytes()
         if self.cache is None:
             check_memory(state_bytes, num_sequences, free_bytes)
-        windows, block_tokens, budget = self.windows, self.block_tokens, self.kv_budget_bytes
+        block_tokens, budget = self.block_tokens, self.kv_budget_bytes
         if budget is None:
-            budget = count_budget(options, free_bytes - state_bytes, block_bytes, block_tokens, windows)
-        max_blocks = len(windows) * math.ceil(self.max_model_len / block_tokens) * num_sequences
-        blocks = min(budget // block_bytes, max_blocks) if block_bytes else max_blocks
+            budget = count_budget(options, free_bytes - state_bytes, block_tokens, pools)
+        blocks = divide_budget(pools, budget, block_tokens, self.max_model_len, num_sequences)
         if self.ranks is not None:
-            blocks = self.ranks.agree(blocks, self.facts(), self.loaded.nbytes)
+            blocks = tuple(self.ranks.agree(count, self.facts(), self.loaded.nbytes) for count in blocks)
         option = "kv_cache_bytes" if options.kv_cache_tokens is None else "kv_cache_tokens"
-        memory = CacheMemory(blocks, block_tokens, block_bytes, budget, windows, option)
+        memory = CacheMemory(blocks, block_tokens, pools, budget, option)
         length = memory.max_sequence_tokens(
             self.max_model_len,
             explicit_length=options.max_model_len is not None,
@@ -220,7 +225,7 @@ class Runner(PlannedModel):
         self.limited_by_cache = plan.max_model_len < self.max_model_len
         self.max_model_len = plan.max_model_len
         for each in filter(None, (self, self.draft)):
-            each.cache = each._allocate(plan.blocks)
+            each.cache = each._allocate(plan.blocks if each is self else plan.blocks[:1])
             each.make_decode_steps()
 
     def make_decode_steps(self) -> None:
@@ -232,21 +237,18 @@ class Runner(PlannedModel):
         report, tables = self.report_wrong_capture, cache.num_tables
         self.decode = DecodeSteps(self.backend, step, cache, limit, sizes, reason, vocab, report, tables)
 
-    def _allocate(self, blocks: int) -> KVCache:
-        """The cache, whose layers share storages as their tables allow, and the states of recurrent layers."""
-        tables, made = self.tables, KVCache((), blocks, self.block_tokens)
-        if tables.storages:
-            made = self.backend.build_kv_cache(tables.storages, self.plan.layouts, blocks, self.dtype)
-        if tables.num_tables > 1:
-            stored = [made.layers[storage] for storage in tables.storage_of]
-            layers = [kv if kv.request == r else kv.share(r) for kv, r in zip(stored, self.kv_requests())]
-            made = replace(made, layers=tuple(layers), tables=tables.table_of)
+    def _allocate(self, blocks: Sequence[int]) -> KVCache:
+        """The cache of so many blocks in each pool, and the states of recurrent layers."""
+        made = build_pools(self.tables, self.kv_requests(), blocks, self.block_tokens, self._build_storages)
         made = kv_scales.give_scales(made, self.kv_values)
         requests, numbers = self.layer_requests(), made.list_tables()
         if all(request.keeps_entries_only for request in requests):
             return made
         device, num_sequences = torch.device(self.backend.torch_device_indexed), self.options.max_num_seqs
         return replace(made, by_layer=place_caches(requests, made.layers, numbers, num_sequences, self.dtype, device))
+
+    def _build_storages(self, storages: Sequence[KVRequest], blocks: int) -> KVCache:
+        return self.backend.build_kv_cache(storages, self.plan.layouts, blocks, self.dtype)
 
     def facts(self) -> tuple[object, ...]:
         """What must be equal on all ranks, so that they run the same steps."""

@@ -32,7 +32,7 @@ from inferplane.engine.runner.model_files import ModelFiles
 from inferplane.engine.runner.options import RunnerOptions
 from inferplane.engine.runner.ranks import Ranks
 from inferplane.errors import UsageError, warn
-from inferplane.kvcache import SLOTS_PER_SEQUENCE, TablePlan, deal_layers, single_table
+from inferplane.kvcache import SLOTS_PER_SEQUENCE, PoolShape, TablePlan, deal_layers, describe_pools, single_table
 from inferplane.models import Build, build
 from inferplane.models.draft_layers import DraftLayers
 from inferplane.ops import CausalLM
@@ -274,8 +274,17 @@ class PlannedModel(DeviceModel):
         return self.tables.windows
 
     def block_bytes(self) -> int:
-        """Bytes per KV block, in all storages."""
-        return sum(self.plan.layouts[r].bytes_per_block(r, self.dtype) for r in self.tables.storages)
+        """Bytes per KV block, in all storages; of a block of each pool."""
+        return self._count_bytes(self.tables.storages)
+
+    def describe_pools(self) -> list[PoolShape]:
+        """The pools that blocks are taken from; a draft model's entries are in the blocks of the first."""
+        drafted = 0 if self.draft is None else self.draft.block_bytes()
+        return describe_pools(self.tables, self._count_bytes, drafted)
+
+    def _count_bytes(self, requests: Sequence[KVRequest]) -> int:
+        """Bytes of a block in storages of all of these."""
+        return sum(self.plan.layouts[r].bytes_per_block(r, self.dtype) for r in requests)
 
     def count_unreleased_bytes(self) -> int:
         """Bytes per KV block of layers with a window whose table keeps all tokens."""
@@ -283,7 +292,7 @@ class PlannedModel(DeviceModel):
         unreleased = [
             r for r, table in zip(self.kv_requests(), tables.table_of) if tables.windows[table] is None and r.window
         ]
-        return sum(self.plan.layouts[r].bytes_per_block(r, self.dtype) for r in unreleased)
+        return self._count_bytes(unreleased)
 
     # -- explaining
 
@@ -323,8 +332,7 @@ class PlannedModel(DeviceModel):
         for drafter in drafters:
             own = drafter.layers.own_weights(model)
             weight_bytes = sum(plan.nbytes(plan.weights[i], name) for i in own for name in plan.packings.get(i, ()))
-            requests = [request for layer in drafter.layers.layers for request in layer.kv_requests()]
-            block_bytes = sum(plan.layouts[r].bytes_per_block(r, self.dtype) for r in requests)
+            block_bytes = self._count_bytes([r for layer in drafter.layers.layers for r in layer.kv_requests()])
             found.append({**drafter.data(), "weight_bytes": weight_bytes, "kv_block_bytes": block_bytes})
         if (draft := self.draft) is not None:
             drafter = Drafter("draft_model", draft.files, draft.options.quantization, QuantFormats(), OWN)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from inferplane.engine.request.state import Request
-from inferplane.engine.schedule.tables import SequenceTables
+from inferplane.engine.schedule.tables import GivenBack, SequenceTables
 from inferplane.kvcache import StatePool
 from inferplane.types.state import StateSlots
 
@@ -18,7 +18,7 @@ from inferplane.types.state import StateSlots
 class Held:
     """What sequences gave back while a step was the newest one in flight: blocks, and the slots of states."""
 
-    blocks: list[int] = field(default_factory=list)
+    blocks: GivenBack = field(default_factory=list)
     states: list[StateSlots] = field(default_factory=list)
 
 
@@ -51,7 +51,8 @@ class StepsInFlight:
             return
         self.steps.remove(held)
         self._tables.held = self.steps[-1].blocks if self.steps else None
-        self._tables.allocator.release(held.blocks)
+        for allocator, blocks in held.blocks:
+            allocator.release(blocks)
         for slots in held.states:
             assert self._states is not None
             self._states.release(slots)

@@ -19,7 +19,7 @@ from inferplane.engine.schedule.insertion import Insertion, PromptAllowance, Ste
 from inferplane.engine.schedule.states import find_states, limit_chunk
 from inferplane.engine.schedule.tables import SequenceTables, hash_blocks
 from inferplane.errors import CapacityError, UsageError
-from inferplane.kvcache import BlockAllocator, StatePool
+from inferplane.kvcache import BlockPools, StatePool
 from inferplane.kvcache.tables import Windows
 from inferplane.types import FEW_TOKENS
 from inferplane.types.batch import Query
@@ -78,10 +78,10 @@ def count_work(chunks: Sequence[ScheduledChunk]) -> StepWork:
 
 
 class Scheduler:
-    """Continuous batching over one pool of blocks: the queue, the running requests, and the blocks that they hold.
+    """Continuous batching over pools of blocks: the queue, the running requests, and the blocks that they hold.
 
     Args:
-        allocator: the blocks.
+        pools: the blocks.
         block_tokens: tokens per block.
         limits: of a step and of the queue.
         root: `tenant -> bytes`, the parent of the first block's hash; None: prefixes are not reused.
@@ -97,7 +97,7 @@ class Scheduler:
 
     def __init__(
         self,
-        allocator: BlockAllocator,
+        pools: BlockPools,
         block_tokens: int,
         limits: Limits,
         root: Callable[[str], bytes] | None = None,
@@ -105,8 +105,8 @@ class Scheduler:
         windows: Windows = (None,),
         states: StatePool | None = None,
     ) -> None:
-        self.allocator, self.block_tokens, self.limits, self.states = allocator, block_tokens, limits, states
-        self.root, self.lookahead, self.tables = root, lookahead, SequenceTables(allocator, block_tokens, windows)
+        self.pools, self.block_tokens, self.limits, self.states = pools, block_tokens, limits, states
+        self.root, self.lookahead, self.tables = root, lookahead, SequenceTables(pools, block_tokens, windows)
         self.extend, self.extend_all = self.tables.extend, self.tables.extend_all
         self.release_beyond, self.blocks_for = self.tables.release_beyond, self.tables.blocks_for
         self.waiting: list[Request] = []
@@ -132,11 +132,10 @@ class Scheduler:
                 f"{'cache' if self.limits.limited_by_cache else 'model'}'s {self.limits.max_model_len} tokens.",
                 remedy=f"shorten the prompt, lower max_tokens, or {self.limits.length_remedy}",
             )
-        need = self.tables.max_blocks(prompt_tokens + max_tokens - 1, 1)
-        if need > self.allocator.total:
+        if shortage := self.tables.find_shortage(prompt_tokens + max_tokens - 1, 1):
             raise CapacityError(
-                f"A request of up to {prompt_tokens + max_tokens - 1} tokens needs {need} KV blocks.",
-                there_is=f"{self.allocator.total} in all",
+                f"A request of up to {prompt_tokens + max_tokens - 1} tokens needs {shortage[0]} KV blocks.",
+                there_is=f"{shortage[1]} in all",
                 remedy="lower max_tokens, or raise kv_cache_bytes",
             )
         if self.limits.max_waiting is not None and len(self.waiting) >= self.limits.max_waiting:

@@ -1,6 +1,6 @@
 """The block tables of sequences: blocks are judged, taken, found and given back for all tables of a sequence at once.
 
-It deals in integers only. Every table takes its blocks from one pool; a table whose layers attend to a window gives
+It deals in integers only. Every table takes its blocks from its pool; a table whose layers attend to a window gives
 back blocks before it (`inferplane.kvcache.tables`).
 """
 
@@ -9,46 +9,63 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from inferplane.engine.request.state import BlockTable, Request
-from inferplane.kvcache import BlockAllocator, block_hashes, blocks_held
+from inferplane.kvcache import BlockAllocator, BlockPools, block_hashes, blocks_held
 from inferplane.kvcache.tables import Windows
+
+GivenBack = list[tuple[BlockAllocator, list[int]]]
+"""Blocks that were given back, with the allocator of each list."""
 
 
 class SequenceTables:
     """Gives sequences the blocks of their tables, and takes them back.
 
     Args:
-        allocator: the blocks.
+        pools: the blocks.
         block_tokens: tokens per block.
         windows: the widest window of the layers of each table, in tokens; None: a layer attends to all tokens.
 
-    Attributes: `held`, blocks that sequences gave back while a step that may use them is in flight; None: none is.
+    Attributes: `allocators`, each table's; `held`, blocks that sequences gave back while a step that may use them is in
+    flight; None: none is.
     """
 
-    def __init__(self, allocator: BlockAllocator, block_tokens: int, windows: Windows = (None,)) -> None:
-        self.allocator, self.block_tokens, self.windows = allocator, block_tokens, tuple(windows)
+    def __init__(self, pools: BlockPools, block_tokens: int, windows: Windows = (None,)) -> None:
+        self.pools, self.block_tokens, self.windows = pools, block_tokens, tuple(windows)
+        self.allocators = pools.list_allocators(len(self.windows))
         self.windowed = [(table, w) for table, w in enumerate(self.windows) if w is not None]
-        self.held: list[int] | None = None
+        self.held: GivenBack | None = None
+        self._pools = [
+            (pool, [table for table, allocator in enumerate(self.allocators) if allocator is pool])
+            for pool in pools.pools
+        ]
 
     def blocks_for(self, tokens: int) -> int:
         """The number of blocks that `tokens` tokens need in each table."""
         return -(-tokens // self.block_tokens)
 
-    def max_blocks(self, tokens: int, step_tokens: int) -> int:
-        """The largest number of blocks that a sequence of `tokens` tokens holds at a time, with at most `step_tokens`
-        of them in a step.
+    def find_shortage(self, tokens: int, step_tokens: int) -> tuple[int, int] | None:
+        """The blocks that a sequence of `tokens` tokens holds at a time, with at most `step_tokens` of them in a step,
+        and the fewer ones that there are, of the first pool that is too small for it alone; None: it fits.
         """
-        return blocks_held(self.windows, tokens, step_tokens, self.block_tokens)
+        for pool, tables in self._pools:
+            need = blocks_held([self.windows[table] for table in tables], tokens, step_tokens, self.block_tokens)
+            if need > pool.total:
+                return need, pool.total
+        return None
+
+    def _are_available(self, needs: Sequence[int]) -> bool:
+        """Whether each pool has as many blocks as its tables need, by table."""
+        return all(sum(needs[table] for table in tables) <= pool.available for pool, tables in self._pools)
 
     def max_step_tokens(self, tokens: int, limit: int) -> int:
         """The largest number of tokens of a step, from 1 to `limit`, with which a sequence of `tokens` tokens fits into
-        the pool alone; `limit` if it fits with none.
+        the pools alone; `limit` if it fits with none.
         """
         low, high = 1, limit
-        if not self.windowed or self.max_blocks(tokens, low) > self.allocator.total:
+        if not self.windowed or self.find_shortage(tokens, low):
             return limit
         while low < high:  # a larger step needs more blocks
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.max_blocks(tokens, middle) <= self.allocator.total else (low, middle - 1)
+            low, high = (low, middle - 1) if self.find_shortage(tokens, middle) else (middle, high)
         return low
 
     def first_blocks(self, request: Request, tokens: int) -> list[list[int]]:
@@ -76,47 +93,46 @@ class SequenceTables:
         for table, window in enumerate(self.windows):
             first = self._count_passed(known, window)
             contents = [_content(content, table) for content in hashes[first:count]]
-            tables.append(BlockTable([0] * first + self.allocator.acquire(contents), first))
+            tables.append(BlockTable([0] * first + self.allocators[table].acquire(contents), first))
         first_step = min(request.tokens, known + step_tokens)
-        lengths = [self.blocks_for(request.tokens if w is None else first_step) for w in self.windows]
-        if sum(lengths) - count * len(lengths) > self.allocator.available:
-            for t in tables:
-                self.allocator.release(t.held)
+        needs = [self.blocks_for(request.tokens if w is None else first_step) - count for w in self.windows]
+        if not self._are_available(needs):
+            for allocator, t in zip(self.allocators, tables):
+                allocator.release(t.held)
             return False
-        for t, length in zip(tables, lengths):
-            t.blocks.extend(self.allocator.allocate(length - count))
+        for allocator, t, need in zip(self.allocators, tables, needs):
+            t.blocks.extend(allocator.allocate(need))
         request.tables, request.computed = tables, known
         return True
 
     def extend(self, request: Request, tokens: int) -> bool:
         """Give a sequence blocks for `tokens` tokens in all; False, and nothing is taken, if too few are available."""
-        want, need = -(-tokens // self.block_tokens), 0
-        for table in request.tables:
-            if (more := want - len(table.blocks)) > 0:
-                need += more
-        if not need:
+        want = -(-tokens // self.block_tokens)
+        needs = [max(0, want - len(table.blocks)) for table in request.tables]
+        if not any(needs):
             return True
-        if need > self.allocator.available:
+        if not self._are_available(needs):
             return False
-        for table in request.tables:
-            if (more := want - len(table.blocks)) > 0:
-                table.blocks += self.allocator.allocate(more)
+        for allocator, table, need in zip(self.allocators, request.tables, needs):
+            if need:
+                table.blocks += allocator.allocate(need)
         return True
 
     def extend_all(self, lengths: Sequence[tuple[Request, int]]) -> bool:
         """`extend` for several sequences, each with its number of tokens: all get their blocks, or none (False)."""
-        need = sum(max(0, self.blocks_for(tokens) - len(t.blocks)) for r, tokens in lengths for t in r.tables)
-        return need <= self.allocator.available and all(self.extend(r, tokens) for r, tokens in lengths)
+        each = [[max(0, self.blocks_for(tokens) - len(t.blocks)) for t in r.tables] for r, tokens in lengths]
+        needs = [sum(of_table) for of_table in zip(*each)]
+        return self._are_available(needs) and all(self.extend(r, tokens) for r, tokens in lengths)
 
     # -- giving back
 
     def release_beyond(self, request: Request, tokens: int) -> int:
         """Release the blocks after those that hold a sequence's first `tokens` tokens; returns how many."""
         keep, count = self.blocks_for(tokens), 0
-        for table in request.tables:
+        for number, table in enumerate(request.tables):
             if surplus := table.blocks[keep:]:
                 del table.blocks[keep:]
-                self._give_back(surplus)
+                self._give_back(number, surplus)
                 count += len(surplus)
         return count
 
@@ -143,21 +159,21 @@ class SequenceTables:
         for number, window in self.windowed:
             table, count = request.tables[number], self._count_passed(computed, window)
             if count > table.released:
-                self._give_back(table.blocks[table.released : count])
+                self._give_back(number, table.blocks[table.released : count])
                 table.blocks[table.released : count] = [0] * (count - table.released)
                 table.released = count
 
     def release_all(self, request: Request) -> None:
         """Release all blocks of a sequence."""
-        for table in request.tables:
-            self._give_back(table.held)
+        for number, table in enumerate(request.tables):
+            self._give_back(number, table.held)
         request.tables = []
 
-    def _give_back(self, blocks: list[int]) -> None:
+    def _give_back(self, table: int, blocks: list[int]) -> None:
         if self.held is None:
-            self.allocator.release(blocks)
+            self.allocators[table].release(blocks)
         else:
-            self.held += blocks
+            self.held.append((self.allocators[table], blocks))
 
     # -- content
 
@@ -165,7 +181,7 @@ class SequenceTables:
         """Register what the blocks `first` to `stop` (without) of each table hold, by the sequence's hashes."""
         for number, table in enumerate(request.tables):
             for i in range(max(first, table.released), stop):
-                self.allocator.publish(table.blocks[i], _content(request.hashes[i], number))
+                self.allocators[number].publish(table.blocks[i], _content(request.hashes[i], number))
 
     def count_known(self, hashes: Sequence[bytes]) -> int:
         """The largest number of leading blocks that can be reused: every table without a window knows all of them,
@@ -174,13 +190,14 @@ class SequenceTables:
         count = len(hashes)
         for table, window in enumerate(self.windows):
             if window is None:
-                count = self.allocator.count_prefix([_content(h, table) for h in hashes[:count]])
+                count = self.allocators[table].count_prefix([_content(h, table) for h in hashes[:count]])
         missing = count > 0 and bool(self.windowed)
         while missing:
             missing = False
             for table, window in self.windowed:
                 needed = range(count - 1, self._count_passed(count * self.block_tokens, window) - 1, -1)
-                unknown = next((i for i in needed if not self.allocator.knows(_content(hashes[i], table))), None)
+                knows = self.allocators[table].knows
+                unknown = next((i for i in needed if not knows(_content(hashes[i], table))), None)
                 if unknown is not None:  # of the sequences that reach beyond this block, each window needs it
                     count, missing = unknown, True
         return count

@@ -19,7 +19,7 @@ def llm():
     """A small model whose blocks are all back in the end."""
     with LLM(LLAMA, device=HOST, load_format="dummy", dtype="float32", kv_cache_bytes=1 << 20, max_num_seqs=4) as llm:
         yield llm
-        assert llm.engine.allocator.used == 0 and not llm.engine.busy
+        assert llm.engine.pools.used == 0 and not llm.engine.busy
 
 
 def streamed(llm, prompt):
@@ -72,7 +72,7 @@ def test_a_stream_left_in_another_s_turn_is_ended_by_him_and_holds_nobody_up(llm
     gone.set()
     worker.join(60)
     assert len(results[0]) == 12 and llm.engine.metrics.finished["abort"] == 1
-    assert not llm.engine.busy and llm.engine.allocator.used == 0
+    assert not llm.engine.busy and llm.engine.pools.used == 0
 
 
 def test_a_stream_dropped_in_the_middle_of_a_step_of_its_own_thread_ends_after_it(llm, monkeypatch):

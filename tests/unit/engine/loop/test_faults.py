@@ -62,7 +62,7 @@ def run(faulty, script=None, n=4, **options):
     each = [e.add(p, PLAIN, **(faulty if i == 1 else {})) for i, p in enumerate(some(n, 5))]
     e.finish()
     assert all(right(r) and (i == 1 or r.finish_reason == "length") for i, r in enumerate(each))
-    assert e.allocator.used == 0 and sum(e.metrics.finished.values()) == n
+    assert e.pools.used == 0 and sum(e.metrics.finished.values()) == n
     return e, each[1]
 
 

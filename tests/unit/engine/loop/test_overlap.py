@@ -90,7 +90,7 @@ def test_a_surplus_token_reaches_nobody(how, block_tokens):
         for one in (r, other):
             tokens = [*one.prompt, *one.generated[:-1]]
             known |= {*block_hashes(e.root(""), tokens, block_tokens)}
-        assert {*e.allocator._by_hash} == known
+        assert {*e.pools.first._by_hash} == known
         again = e.add(prompt, greedy(12))
         e.finish()
         assert (right(again) and again.cached_tokens > 0) or block_tokens == 4
@@ -136,12 +136,12 @@ def test_blocks_are_given_back_after_the_step_in_flight(how):
     else:
         e.scheduler.preempt(r)
     assert len(e.scheduler.in_flight.steps) == 1 and blocks and not r.blocks
-    assert all(e.allocator.users(b) == 1 for b in blocks), "they are nobody's, and not free"
+    assert all(e.pools.first.users(b) == 1 for b in blocks), "they are nobody's, and not free"
     late = e.add(some(1, 17, seed=2)[0], greedy(4))
     e.step()
     assert not blocks & {*late.blocks}
     e.finish()
-    assert right(r) and right(next_one) and right(late) and e.allocator.used == 0
+    assert right(r) and right(next_one) and right(late) and e.pools.used == 0
 
 
 def test_states_are_given_back_after_the_step_in_flight():
@@ -201,7 +201,7 @@ def test_close_waits_for_the_step_in_flight():
     assert e.busy and len(read) == 1
     e.close()
     assert r.finish_reason == "abort" and len(read) == 2 and not e.busy
-    assert e.allocator.used == 0 and not e.scheduler.in_flight.steps
+    assert e.pools.used == 0 and not e.scheduler.in_flight.steps
     e.close()
 
 
@@ -217,7 +217,7 @@ def test_what_is_left_in_flight_is_waited_for_once_all_have_ended():
     e.step()
     e.end(again, "abort")
     e.settle()
-    assert not e.busy and e.allocator.used == 0
+    assert not e.busy and e.pools.used == 0
     e.check_books()
 
 
@@ -259,7 +259,7 @@ def test_a_sequence_that_runs_alone_fails_while_it_is_in_flight():
     e.fail_later_for = fail
     e.finish()
     assert (r.finish_reason, r.error, len(r.generated)) == ("error", "ValueError: late", 2) and right(r)
-    assert e.allocator.used == 0
+    assert e.pools.used == 0
 
 
 def test_a_fault_that_passes_costs_nobody():
@@ -320,7 +320,7 @@ def test_a_device_that_is_lost_ends_the_engine(monkeypatch):
         e.finish()
     assert [r.finish_reason for r in each] == ["error", None]
     e.close()
-    assert [r.finish_reason for r in each] == ["error", "abort"] and e.allocator.used == 0 and not e.busy
+    assert [r.finish_reason for r in each] == ["error", "abort"] and e.pools.used == 0 and not e.busy
 
 
 @pytest.mark.parametrize("where", ["launch", "read", "advance", "schedule", "publish"])

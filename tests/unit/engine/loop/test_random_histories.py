@@ -70,6 +70,8 @@ POOLS = st.fixed_dictionaries(
                 (None, 5, 5, 5),
             ]
         ),
+        "pool_of": st.sampled_from([(), (), (0, 1, 1, 1), (0, 0, 1, 2)]),
+        "more_blocks": st.integers(4, 15),
     }
 )
 
@@ -93,6 +95,7 @@ class Histories(RuleBasedStateMachine):
         self.doomed, self.late, self.interrupts = set(), set(), []
         if pool["windows"][0] is not None:
             pool["recurrent"] = 0
+        pool["pool_of"] = pool["pool_of"][: len(pool["windows"])]
         if pool["async_scheduling"] == "on":
             pool["script"] = None
         pool["async_scheduling"] = pool["async_scheduling"].split()[0]
@@ -168,7 +171,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule()
     def evict(self):
-        self.engine.allocator.clear()
+        self.engine.pools.clear()
 
     @rule(seconds=st.sampled_from([0.5, 2.0]))
     def wait(self, seconds):

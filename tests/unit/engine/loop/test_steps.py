@@ -35,7 +35,7 @@ def test_a_pool_of_two_and_a_half_sequences_serves_sixteen(script, enable_prefix
     e.finish()
     assert all(r.finish_reason == "length" and right(r) for r in each)
     assert e.stats()["num_preemptions_total"] > 0 and max(r.preemptions for r in each) > 0
-    assert e.allocator.used == 0
+    assert e.pools.used == 0
 
 
 def test_a_request_larger_than_the_pool_is_refused():
@@ -65,7 +65,7 @@ def test_what_a_preempted_sequence_wrote_is_found_again():
         e.step()
     before, done = e.runner.rows, r.computed
     e.scheduler.preempt(r)
-    assert done == 32 and r.computed == 0 and e.allocator.used == 0
+    assert done == 32 and r.computed == 0 and e.pools.used == 0
     e.step()
     # 33 tokens are known; 8 full blocks hold 32 of them
     assert e.runner.rows - before == 1 and r.cached_tokens == 0 and r.preemptions == 1
@@ -187,7 +187,7 @@ def test_ids_and_prompts_are_judged_on_arrival():
     e.finish()
     e.add([1], greedy(), request_id="a")
     e.close()
-    assert e.accepted[-1].finish_reason == "abort" and e.allocator.used == 0
+    assert e.accepted[-1].finish_reason == "abort" and e.pools.used == 0
     with pytest.raises(UsageError, match="closed"):
         e.add([1], greedy())
 

@@ -5,6 +5,7 @@ import pytest
 from inferplane import LLM, SamplingParams
 from inferplane.engine.runner.kv_cache import CacheMemory
 from inferplane.errors import CapacityError, InferplaneWarning
+from inferplane.kvcache import PoolShape
 from inferplane.types import HOST
 from tests.unit.support.small import LLAMA
 
@@ -14,7 +15,7 @@ from tests.unit.support.small import LLAMA
     [(10, None, 100), (6, None, 96), (1, None, 16), (6, 30, 100), (3, 30, 100), (2, 30, 32), (1, 500, 16)],
 )
 def test_what_the_cache_allows(blocks, window, want):
-    room = CacheMemory(blocks, 16, 1000, 9999, (window,))
+    room = CacheMemory((blocks,), 16, [PoolShape((window,), 1000)], 9999)
     assert room.max_sequence_tokens(100, explicit_length=False) == want
     if want == 100:
         assert room.max_sequence_tokens(100, explicit_length=True) == 100
@@ -27,14 +28,17 @@ def test_what_the_cache_allows(blocks, window, want):
 
 def test_no_block_at_all():
     with pytest.raises(CapacityError, match="One KV block takes 1000 bytes; the cache may take 999"):
-        CacheMemory(0, 16, 1000, 999).max_sequence_tokens(100, explicit_length=False)
+        CacheMemory((0,), 16, [PoolShape((None,), 1000)], 999).max_sequence_tokens(100, explicit_length=False)
 
 
 def test_fewer_blocks_than_tables():
     with pytest.raises(CapacityError, match="has 3 block tables; the cache has 2 KV blocks") as caught:
-        CacheMemory(2, 16, 1000, 2999, (None, 30, 30)).max_sequence_tokens(100, explicit_length=False)
+        CacheMemory((2,), 16, [PoolShape((None, 30, 30), 1000)], 2999).max_sequence_tokens(100, explicit_length=False)
     assert caught.value.remedy == "raise kv_cache_bytes, for example to 13000: 100 tokens take so many bytes"
-    assert CacheMemory(13, 16, 1000, 13000, (None, 30, 30)).max_sequence_tokens(100, explicit_length=True) == 100
+    assert (
+        CacheMemory((13,), 16, [PoolShape((None, 30, 30), 1000)], 13000).max_sequence_tokens(100, explicit_length=True)
+        == 100
+    )
 
 
 OPTIONS = {"device": HOST, "load_format": "dummy", "dtype": "float32", "max_num_seqs": 4}

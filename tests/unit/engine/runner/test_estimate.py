@@ -14,20 +14,31 @@ from inferplane.cli.main import DONE, FAILED, WRONG_USAGE
 from inferplane.engine import ModelFiles, Runner, RunnerOptions
 from inferplane.engine.runner.estimate import Estimate, estimate
 from inferplane.engine.schedule.scheduler import Limits, Scheduler
-from inferplane.kvcache import BlockAllocator
+from inferplane.kvcache import BlockAllocator, BlockPools, PoolShape
 from inferplane.plugins import host
 from inferplane.units import format_bytes, size_of
 from tests.e2e.test_async import CONFIG, OPTIONS
 from tests.house.rules import REPOSITORY
 
 SMALL = Estimate(
-    weights=1000, copies=0, workspace=100, block=64, block_tokens=16, memory=4000, max_num_seqs=2, model_positions=100
+    weights=1000,
+    copies=0,
+    workspace=100,
+    pools=(PoolShape((None,), 64),),
+    block_tokens=16,
+    memory=4000,
+    max_num_seqs=2,
+    model_positions=100,
 )
+
+
+def with_windows(*windows, **more):
+    return replace(SMALL, pools=(PoolShape(windows, 64),), **more)
 
 
 def test_what_fits():
     assert SMALL.left == 2900
-    assert SMALL.blocks(2900) == 45
+    assert SMALL.blocks(2900) == (45,)
     assert (
         SMALL.max_sequence_tokens(2900) == 100
         and SMALL.max_sequence_tokens(130) == 32
@@ -39,7 +50,7 @@ def test_what_fits():
 
 def test_what_fits_with_windows():
     """A sequence holds a window and a token, wherever they begin in a block, and one of them a step's tokens."""
-    windowed = replace(SMALL, windows=(20,), step_tokens=12)
+    windowed = with_windows(20, step_tokens=12)
     assert [windowed.sequences(n, 2900) for n in (16, 17, 33, 100)] == [45, 22, 15, 15]
     assert [replace(windowed, step_tokens=99).sequences(100, n * 64) for n in (2, 3, 7, 10, 45)] == [0, 1, 1, 2, 13]
     assert (
@@ -51,7 +62,7 @@ def test_what_fits_with_windows():
 
 def test_what_fits_with_several_tables():
     """One table keeps 100 tokens in 7 blocks, two keep a window of 20 in 3 each."""
-    mixed = replace(SMALL, windows=(None, 20, 20), table_layers=(2, 2, 1))
+    mixed = with_windows(None, 20, 20, table_layers=(2, 2, 1))
     assert [mixed.sequences(100, n * 64) for n in (12, 13, 25, 26)] == [0, 1, 1, 2]
     assert replace(mixed, step_tokens=99).sequences(100, 34 * 64) == 2  # a prompt's step holds 21 blocks, then 13
     assert [mixed.max_sequence_tokens(n * 64) for n in (2, 3, 8, 9, 13)] == [0, 16, 32, 48, 100]
@@ -59,15 +70,27 @@ def test_what_fits_with_several_tables():
     assert mixed.data()["kv_tables"] == [{"window": w, "layers": n} for w, n in ((None, 2), (20, 2), (20, 1))]
 
 
+def test_what_fits_with_several_pools():
+    """Blocks of 64 bytes for all tokens, of 16 for a window of 20: 7 and 3 of a sequence of 100 tokens."""
+    pools = PoolShape((None,), 64), PoolShape((20,), 16)
+    mixed = replace(SMALL, pools=pools, table_layers=(1, 3))
+    assert mixed.block == mixed.min_kv_bytes == 80 and mixed.windows == (None, 20)
+    assert mixed.blocks(2 * (7 * 64 + 3 * 16) + 6 * 16) == (14, 12), "two sequences, and a step of 7 blocks less one"
+    assert mixed.sequences(100, 79) == 0 and mixed.sequences(100, 10_000) == 2
+    assert mixed.max_sequence_tokens(79) == 0 and mixed.max_sequence_tokens(10_000) == 100
+    assert mixed.max_kv_bytes == 2 * 7 * 80
+    assert mixed.data()["kv_pools"] == [{"tables": 1, "block_bytes": 64}, {"tables": 1, "block_bytes": 16}]
+
+
 @pytest.mark.parametrize("windows", [(None,), (1,), (15,), (16,), (17,), (33,), (None, 17), (33, 1, 1)])
 @pytest.mark.parametrize("step", [1, 12, 99])
 def test_where_one_fits_at_least_one_is_counted(windows, step):
     """As far as the scheduler admits it: what is told to fit is neither refused nor counted as none."""
-    estimated = replace(SMALL, windows=windows, step_tokens=step)
+    estimated = with_windows(*windows, step_tokens=step)
     for blocks in range(1, 12):
         max_sequence_tokens = estimated.max_sequence_tokens(blocks * SMALL.block)
         limits = Limits(max_num_seqs=2, max_num_batched_tokens=step, max_model_len=max_sequence_tokens)
-        scheduler = Scheduler(BlockAllocator(blocks), SMALL.block_tokens, limits, windows=windows)
+        scheduler = Scheduler(BlockPools([BlockAllocator(blocks)]), SMALL.block_tokens, limits, windows=windows)
         for tokens in range(2, max_sequence_tokens + 1):
             scheduler.check(1, tokens - 1)
             scheduler.check(tokens - 1, 1)

@@ -65,7 +65,7 @@ def test_sequences_have_the_tokens_that_they_have_alone(config, limits):
             results = llm.generate(PROMPTS, GREEDY)
             assert [r.token_ids for r in results] == expected
         s = llm.engine.scheduler
-        assert s.states.available == s.states.total == s.limits.max_num_seqs and llm.engine.allocator.used == 0
+        assert s.states.available == s.states.total == s.limits.max_num_seqs and llm.engine.pools.used == 0
 
 
 @pytest.mark.parametrize("config", [LFM2, ONLY_STATES], ids=["hybrid", "only_states"])
@@ -206,7 +206,7 @@ def test_captured_steps_change_no_tokens(config, speculative_config, monkeypatch
         decode = llm.runner.decode
         assert (decode.disabled_reason, wrong) == ("", []) and decode.replayed > 15
         scheduler = llm.engine.scheduler
-        assert scheduler.states.available == scheduler.states.total and llm.engine.allocator.used == 0
+        assert scheduler.states.available == scheduler.states.total and llm.engine.pools.used == 0
 
 
 class Frozen(Record):
@@ -240,7 +240,7 @@ def test_drafts_change_no_tokens(method, config, limits):
             assert [r.token_ids for r in llm.generate(PROMPTS, GREEDY)] == expected
         assert llm.engine.stats()["spec_decode_num_draft_tokens_total"] > 0
         s = llm.engine.scheduler
-        assert s.states.available == s.states.total and llm.engine.allocator.used == 0
+        assert s.states.available == s.states.total and llm.engine.pools.used == 0
 
 
 # -- refused

@@ -10,6 +10,7 @@ import pytest
 from inferplane.cli import main
 from inferplane.engine.runner.sizes.sizing import Sizing, Traffic, count_cache_tokens
 from inferplane.errors import UsageError
+from inferplane.kvcache import PoolShape
 from tests.unit.engine.runner.test_estimate import SMALL
 
 K = 1024
@@ -37,7 +38,7 @@ def test_there_is_no_average_of_nothing():
 def test_settings_of_an_estimate():
     """45 blocks of 16 tokens; with two tables half of them hold a sequence's tokens."""
     assert SMALL.size(2900).data() == {"cache_tokens": 720, "block_bs": 7, "max_batch": None, "block_ratio": None}
-    assert replace(SMALL, windows=(None, None)).size(2900).cache_tokens == 22 * 16
+    assert replace(SMALL, pools=(PoolShape((None, None), 64),)).size(2900).cache_tokens == 22 * 16
     found = SMALL.data(Traffic(300, 60))["caches"][1]
     assert (found["block_bs"], found["max_batch"], found["block_ratio"]) == (7, 2, 1.0)
 

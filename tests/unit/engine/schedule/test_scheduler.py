@@ -11,7 +11,7 @@ from inferplane.engine.request.state import Request
 from inferplane.engine.runner.kv_cache import CacheMemory
 from inferplane.engine.schedule.scheduler import Limits, Scheduler
 from inferplane.errors import CapacityError
-from inferplane.kvcache import BlockAllocator, root_hash
+from inferplane.kvcache import BlockAllocator, BlockPools, PoolShape, root_hash
 from inferplane.types import FEW_TOKENS
 from inferplane.types.batch import make_batch
 
@@ -20,7 +20,7 @@ BLOCK = 4
 
 def scheduler(blocks=12, batch=4, tokens=16, length=40, reuse=True):
     root = (lambda tenant: root_hash(tenant)) if reuse else None
-    return Scheduler(BlockAllocator(blocks), BLOCK, Limits(batch, tokens, length), root)
+    return Scheduler(BlockPools([BlockAllocator(blocks)]), BLOCK, Limits(batch, tokens, length), root)
 
 
 def request(i, prompt, max_tokens, priority=0):
@@ -28,7 +28,7 @@ def request(i, prompt, max_tokens, priority=0):
 
 
 def check(s):
-    a = s.allocator
+    a = s.pools
     assert a.free + a.cached + a.used == a.total
     held = {b for r in s.running for table in r.tables for b in table.held}
     assert len(held) == a.used and not any(r.tables for r in s.waiting)
@@ -95,7 +95,7 @@ def test_everybody_gets_to_the_end(requests, blocks, batch, tokens, reuse):
                 s.remove(r)
                 gone.append(r)
         ended += step(s)
-    assert len(ended) + len(gone) == len(requests) and not s.running and not s.waiting and s.allocator.used == 0
+    assert len(ended) + len(gone) == len(requests) and not s.running and not s.waiting and s.pools.used == 0
     assert all(len(r.generated) == r.params.max_tokens for r in ended)
 
 
@@ -142,13 +142,13 @@ def test_blocks_for_several_sequences_or_for_none():
     s.add(a), s.add(b)
     step(s), step(s)
     held = len(a.blocks), len(b.blocks)
-    room = s.allocator.available
+    room = s.pools.available
     most = (held[0] + room) * BLOCK
     assert room == 2 and not s.extend_all([(a, most), (b, (held[1] + 1) * BLOCK)])
-    assert (len(a.blocks), len(b.blocks)) == held and s.allocator.available == room
-    assert s.extend_all([(a, most - BLOCK), (b, (held[1] + 1) * BLOCK)]) and s.allocator.available == 0
+    assert (len(a.blocks), len(b.blocks)) == held and s.pools.available == room
+    assert s.extend_all([(a, most - BLOCK), (b, (held[1] + 1) * BLOCK)]) and s.pools.available == 0
     assert s.release_beyond(a, held[0] * BLOCK) == 1 and s.release_beyond(b, (held[1] - 1) * BLOCK + 1) == 1
-    assert (len(a.blocks), len(b.blocks)) == held and s.allocator.available == room
+    assert (len(a.blocks), len(b.blocks)) == held and s.pools.available == room
     check(s)
 
 
@@ -187,8 +187,10 @@ def test_drafts_whose_blocks_were_taken_are_gone(blocks, left):
 )
 def test_what_there_is_room_for_is_admitted_and_runs(blocks, window, tokens, prompt):
     """The longest sequence that `CacheMemory` promises, alone in the cache, whatever a step may hold."""
-    longest = CacheMemory(blocks, BLOCK, 1, blocks, (window,)).max_sequence_tokens(80, explicit_length=False)
-    s = Scheduler(BlockAllocator(blocks), BLOCK, Limits(2, tokens, longest), windows=(window,))
+    longest = CacheMemory((blocks,), BLOCK, [PoolShape((window,), 1)], blocks).max_sequence_tokens(
+        80, explicit_length=False
+    )
+    s = Scheduler(BlockPools([BlockAllocator(blocks)]), BLOCK, Limits(2, tokens, longest), windows=(window,))
     prompt = min(prompt, longest - 1)
     r = request(0, [1] * prompt, longest - prompt)
     s.add(r)
@@ -203,14 +205,14 @@ def test_what_there_is_room_for_is_admitted_and_runs(blocks, window, tokens, pro
         if r.tokens == longest:
             break
     s.remove(r)
-    assert r.tokens == longest and s.allocator.used == 0
+    assert r.tokens == longest and s.pools.used == 0
 
 
 @pytest.mark.parametrize(("blocks", "longest", "steps"), [(10, 40, 3), (30, 40, 3), (8, 40, 4)])
 def test_a_window_cuts_chunks_only_where_the_cache_is_smaller_than_a_sequence(blocks, longest, steps):
     """A prompt of 39 tokens, 16 a step; 8 blocks of 4 hold 29 tokens that begin and end anywhere in a block: 10
     of a step, and 19 before them in a window of 20."""
-    s = Scheduler(BlockAllocator(blocks), BLOCK, Limits(2, 16, longest), windows=(20,))
+    s = Scheduler(BlockPools([BlockAllocator(blocks)]), BLOCK, Limits(2, 16, longest), windows=(20,))
     s.add(request(0, [1] * 39, 1))
     counts = []
     while sum(counts) < 39:

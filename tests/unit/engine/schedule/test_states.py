@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from inferplane.engine.request.params import SamplingParams
 from inferplane.engine.request.state import Request
 from inferplane.engine.schedule.scheduler import Limits, Scheduler
-from inferplane.kvcache import BlockAllocator, StatePool, root_hash
+from inferplane.kvcache import BlockAllocator, BlockPools, StatePool, root_hash
 from inferplane.ops.recurrent.ragged import run_ragged
 from inferplane.types import StateCache, StateRequest, StateTensor
 from inferplane.types.batch import make_batch
@@ -97,7 +97,7 @@ def check_slots(s):
 )
 def test_states_are_those_of_one_pass(requests, blocks, batch, slots, tokens, repeats, wrong, caching):
     root = root_hash if caching else None
-    s = Scheduler(BlockAllocator(blocks), BLOCK, Limits(batch, tokens, 40), root, states=StatePool(slots))
+    s = Scheduler(BlockPools([BlockAllocator(blocks)]), BLOCK, Limits(batch, tokens, 40), root, states=StatePool(slots))
     model = Model(s.states.slots)
     live, leaving = [], {}
     for i, (length, most, priority, patience) in enumerate(requests):
@@ -130,7 +130,7 @@ def test_states_are_those_of_one_pass(requests, blocks, batch, slots, tokens, re
                 r.drafts[first:] = [draft + 1 for draft in r.drafts[first:]]
         check_slots(s)
     assert not s.running and not s.waiting
-    assert s.states.available == slots and s.allocator.used == 0
+    assert s.states.available == slots and s.pools.used == 0
     for r in live:
         assert r.generated == generate_alone(r.prompt, len(r.generated))
         assert r.finish_reason == "abort" or len(r.generated) == r.params.max_tokens
@@ -168,7 +168,7 @@ def ask(name, prompt, most=1):
 
 
 def test_a_prefix_is_reused_where_a_step_ended():
-    s = Scheduler(BlockAllocator(40), BLOCK, Limits(4, 99, 60), root_hash, states=StatePool(4))
+    s = Scheduler(BlockPools([BlockAllocator(40)]), BLOCK, Limits(4, 99, 60), root_hash, states=StatePool(4))
     model, prompt = Model(s.states.slots), [t % 5 for t in range(14)]
     assert run_all(s, model, ask(0, prompt)) == {0: [12, 2]}, "before the last token's block"
     again, longer = ask(1, prompt), ask(2, [*prompt, 3, 3, 3])
@@ -181,7 +181,7 @@ def test_a_prefix_is_reused_where_a_step_ended():
 
 def test_steps_end_where_others_branch_off():
     """The second prompt shares 8 tokens with the first; a third one finds their states, which the second left."""
-    s = Scheduler(BlockAllocator(40), BLOCK, Limits(4, 99, 60), root_hash, states=StatePool(4))
+    s = Scheduler(BlockPools([BlockAllocator(40)]), BLOCK, Limits(4, 99, 60), root_hash, states=StatePool(4))
     model, shared = Model(s.states.slots), [1, 2, 3, 4, 4, 3, 2, 1]
     prompts = [[*shared, *[t] * 9] for t in range(3)]
     found = [ask(i, prompt) for i, prompt in enumerate(prompts)]
@@ -192,7 +192,7 @@ def test_steps_end_where_others_branch_off():
 
 
 def test_generated_tokens_are_part_of_a_prefix():
-    s = Scheduler(BlockAllocator(40), BLOCK, Limits(4, 99, 60), root_hash, states=StatePool(4))
+    s = Scheduler(BlockPools([BlockAllocator(40)]), BLOCK, Limits(4, 99, 60), root_hash, states=StatePool(4))
     model = Model(s.states.slots)
     first = ask(0, [1, 2, 3], 10)
     run_all(s, model, first)
@@ -201,11 +201,11 @@ def test_generated_tokens_are_part_of_a_prefix():
 
 
 def test_chunks_end_at_blocks():
-    s = Scheduler(BlockAllocator(40), BLOCK, Limits(4, 10, 60), root_hash, states=StatePool(4))
+    s = Scheduler(BlockPools([BlockAllocator(40)]), BLOCK, Limits(4, 10, 60), root_hash, states=StatePool(4))
     model, prompt = Model(s.states.slots), [t % 5 for t in range(30)]
     assert run_all(s, model, ask(0, prompt)) == {0: [8, 8, 8, 4, 2]}
     assert s.states.count_prefix([b""]) == 0 and run_all(s, model, ask(1, prompt[:17])) == {1: [1]}
-    off = Scheduler(BlockAllocator(40), BLOCK, Limits(4, 10, 60), states=StatePool(4))
+    off = Scheduler(BlockPools([BlockAllocator(40)]), BLOCK, Limits(4, 10, 60), states=StatePool(4))
     assert run_all(off, Model(9), ask(0, prompt)) == {0: [10, 10, 10]}
 
 
@@ -221,7 +221,7 @@ def run_drafts(s, model, request, *drafts):
 
 
 def test_accepted_tokens_are_computed_again_after_a_refused_draft():
-    s = Scheduler(BlockAllocator(40), BLOCK, Limits(4, 99, 60), states=StatePool(4))
+    s = Scheduler(BlockPools([BlockAllocator(40)]), BLOCK, Limits(4, 99, 60), states=StatePool(4))
     model, t = Model(s.states.slots), generate_alone([1, 2, 3], 12)
     drafts = [t[1], t[2], t[3] + 1], [t[4], 0], [], [t[6], t[7], t[8] + 1]
     steps = [(3, 0), (1, 3), (4, 0), (1, 0), (1, 3), (4, 0)]
@@ -233,7 +233,7 @@ def test_accepted_tokens_are_computed_again_after_a_refused_draft():
 
 def test_drafts_end_where_a_block_does():
     """So that the states there are found."""
-    s = Scheduler(BlockAllocator(40), BLOCK, Limits(4, 99, 60), root_hash, states=StatePool(4))
+    s = Scheduler(BlockPools([BlockAllocator(40)]), BLOCK, Limits(4, 99, 60), root_hash, states=StatePool(4))
     model, request, t = Model(s.states.slots), ask(0, [1, 2], 12), generate_alone([1, 2], 12)
     drafts = t[1:6], t[3:8], [t[7], t[8] + 1, 0], [0], [0] * 5, [0]
     steps = [(2, 0), (1, 1), (1, 3), (1, 3), (3, 0), (1, 0), (1, 0)]
@@ -243,7 +243,7 @@ def test_drafts_end_where_a_block_does():
 
 
 def test_prompts_do_not_stall_a_sequence_whose_drafts_were_refused():
-    s = Scheduler(BlockAllocator(90), BLOCK, Limits(4, 8, 200), states=StatePool(4))
+    s = Scheduler(BlockPools([BlockAllocator(90)]), BLOCK, Limits(4, 8, 200), states=StatePool(4))
     model, decoding, prompt = Model(s.states.slots), ask(1, [1, 2, 3], 9), ask(0, [1] * 90)
     prompt.priority = -1
     s.add(decoding)
@@ -257,11 +257,11 @@ def test_prompts_do_not_stall_a_sequence_whose_drafts_were_refused():
 
 
 def test_a_sequence_without_slots_waits_and_takes_no_blocks():
-    s = Scheduler(BlockAllocator(12), BLOCK, Limits(4, 16, 40), states=StatePool(1))
+    s = Scheduler(BlockPools([BlockAllocator(12)]), BLOCK, Limits(4, 16, 40), states=StatePool(1))
     for i in range(2):
         s.add(Request(i, [1, 2, 3], SamplingParams(max_tokens=2)))
     chosen = s.schedule()
-    assert [c.request.request_id for c in chosen] == [0] and s.allocator.used == 1
+    assert [c.request.request_id for c in chosen] == [0] and s.pools.used == 1
     s.preempt(chosen[0].request)
     check_slots(s)
-    assert s.allocator.used == 0 and s.states.available == 1
+    assert s.pools.used == 0 and s.states.available == 1

@@ -165,7 +165,7 @@ def test_a_refused_draft_is_overwritten():
         state = START
         for i, token in enumerate(r.slice(0, r.computed) if r.blocks else ()):
             want = entry(state, token)
-            assert e.runner.entries[r.blocks[i // n] * n + i % n] == want
+            assert e.runner.entries[0][r.blocks[i // n] * n + i % n] == want
             state = fold(state, want)
     assert (
         right(r)

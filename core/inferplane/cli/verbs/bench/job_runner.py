@@ -145,7 +145,7 @@ class _JobRunner:
         finally:
             for request in self.requests:
                 self.engine.end(request, "abort")
-        return Trace(self.sequences, self.steps, self.engine.allocator.total, [r.generated for r in self.requests])
+        return Trace(self.sequences, self.steps, self.engine.pools.total, [r.generated for r in self.requests])
 
     def _now(self) -> float:
         return self.clock() - self.begun
@@ -185,5 +185,5 @@ class _JobRunner:
                 ended_jobs += 1
                 self.on_done()
         running = len(self.engine.scheduler.running) + ended_jobs
-        used = self.engine.allocator.used
+        used = self.engine.pools.used
         self.steps.append(StepTiming(ended - self.begun, ended - begun, running, used, new_tokens))

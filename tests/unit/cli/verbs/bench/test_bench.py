@@ -155,7 +155,7 @@ def test_both_ways_give_every_job_its_tokens():
         assert trace.steps[-1].used_blocks == 0 and not engine.busy
     assert len(batches.steps) == 30 + 17 + 5, "each batch waits for its longest member"
     assert len(joined.steps) < 45
-    engine.allocator.check()
+    engine.pools.check()
 
 
 def test_nobody_runs_before_it_arrives():
@@ -179,7 +179,7 @@ def test_a_failing_job_is_no_measurement():
     engine.fail_for = fail
     with pytest.raises(GenerationError, match="broken kernel"):
         run_jobs(engine, jobs_of(4, 4), GREEDY, lambda: None)
-    assert not engine.busy and engine.allocator.used == 0
+    assert not engine.busy and engine.pools.used == 0
 
 
 # ---------------------------------------------------------------- figures
