@@ -27,6 +27,20 @@ NEMOTRON_EXPERTS: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": 56,
 }
 
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_group": 4,
+    "topk_group": 2,
+}
+"""Sizes of latent attention, and of experts beside it."""
+
 RECURRENT: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
     "lfm2": (
         "Lfm2Config",
@@ -289,6 +303,37 @@ RECURRENT: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
                 "attention_out_multiplier": 0.0,
                 "ssm_in_multiplier": -1.1,
                 "ssm_out_multiplier": -0.5,
+            },
+        },
+    ),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        {**LATENT, "linear_head_dim": 16, "linear_num_heads": 4, "rms_norm_eps": 0.01},
+        {
+            "mixed": {"num_hidden_layers": 4, "layer_types": [*["linear_attention"] * 3, "full_attention"]},
+            "odd": {
+                "num_hidden_layers": 3,
+                "layer_types": ["full_attention", "linear_attention", "full_attention"],
+                "mlp_layer_types": ["sparse", "dense", "sparse"],
+                "linear_head_dim": 10,
+                "linear_num_heads": 3,
+                "linear_conv_kernel_dim": 2,
+                "q_lora_rank": 40,
+                "v_head_dim": 20,
+                "num_local_experts": 6,
+                "num_experts_per_tok": 6,
+                "n_group": 3,
+                "topk_group": 3,
+                "n_shared_experts": 2,
+                "norm_topk_prob": False,
+                "attention_bias": True,
+                "vocab_size": 101,
+            },
+            "kernel_of_1": {
+                "num_hidden_layers": 2,
+                "layer_types": ["linear_attention", "full_attention"],
+                "mlp_layer_types": ["dense", "dense"],
+                "linear_conv_kernel_dim": 1,
             },
         },
     ),

@@ -14,7 +14,7 @@ from tests.families.experts import EXPERTS
 
 DENSE = ["olmo2-plain", "phi3-partial", "glm4-half", "cohere-heads", "arcee-plain"]
 MIXTURES = [f"{family}-{next(iter(CASES[family]))}" for family in EXPERTS]
-STATES = ["qwen3_5-plain", "nemotron_h-mixed"]
+STATES = ["qwen3_5-plain", "nemotron_h-mixed", "kimi_linear-mixed"]
 
 
 @pytest.mark.parametrize("case", [*DENSE, *MIXTURES, *STATES])

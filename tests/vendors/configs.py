@@ -261,6 +261,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 64,
         "ssm_multipliers": [0.9, 0.7, 1.4, 0.6, 1.2],
     },
+    "kimi_linear": {
+        **_LATENT,
+        "architectures": ["KimiLinearForCausalLM"],
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_heads": 2,
+        "linear_head_dim": 64,
+        "q_lora_rank": None,
+    },
     "deepseek_v2": {**_LATENT, "architectures": ["DeepseekV2ForCausalLM"], "topk_method": "greedy"},
     "deepseek_v3": V3,
     **{family: {**_SMALL, **entries} for family, entries in DENSE.items()},
@@ -271,12 +279,15 @@ EXPERTS = (
     *("qwen3_moe", "mixtral", "qwen2_moe", "dots1", "ernie4_5_moe", "glm4_moe_lite", "glm4_moe", "solar_open"),
     *("minimax_m2", "olmoe", "flex_olmo", "hunyuan_v1_moe", "granitemoe", "granitemoeshared", "gpt_oss"),
     *("deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_5_moe", "granitemoehybrid", "lfm2_moe", "llama4", "phimoe"),
-    *("qwen3_vl_moe", "glm4v_moe"),
+    *("qwen3_vl_moe", "glm4v_moe", "kimi_linear"),
 )
 COMPOSED_ATTENTION = ("gpt_oss", "gemma2", "llama4")
 """Families with sinks, a soft cap or chunks: core composes their attention where a backend's kernels do not compute
 these."""
-RECURRENT = ("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "falcon_h1")
+RECURRENT = (
+    *("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "falcon_h1"),
+    "kimi_linear",
+)
 """Families with recurrent layers, for which no layer behind the model drafts."""
 TEXT_PARTS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe")
 """Text parts of multimodal models, of which the engine says that they are no more; their layers are other families'."""

@@ -28,19 +28,23 @@ def architecture(
     other_types: tuple[str, ...] = (),
     is_fused: bool = False,
     stacks_experts: Literal["", "inputs_first", "any_order"] = "",
+    renames: Mapping[str, str] | None = None,
+    splits: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Callable[[Constructor], Constructor]:
     """Register the decorated function as the constructor of an architecture, by its name in config.json.
 
     Args:
         name: the architecture's.
-        model_type, defaults, aliases, expert_names, other_types, is_fused, stacks_experts: how its configs and
-            checkpoints are written (`Spelling`).
+        model_type, defaults, aliases, expert_names, other_types, is_fused, stacks_experts, renames, splits: how its
+            configs and checkpoints are written (`Spelling`).
     """
 
     def mark(make: Constructor) -> Constructor:
         ARCHITECTURES[name] = make
         SPELLINGS[name] = Spelling(
-            model_type, defaults, aliases or {}, expert_names, other_types, is_fused, stacks_experts
+            *(model_type, defaults, aliases or {}, expert_names, other_types, is_fused, stacks_experts),
+            renames=renames or {},
+            splits=splits or {},
         )
         return make
 

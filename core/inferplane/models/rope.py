@@ -85,6 +85,23 @@ def rope_table(rope: dict[str, Any], dim: int, positions: int) -> Weight:
     return Weight((), (positions, 2, dim // 2), torch.float32, make=make)
 
 
+def resting_table(dim: int, positions: int) -> Weight:
+    """Declare a table that turns nothing, for layers without rotary positions in the form of those that have them.
+
+    Args:
+        dim: entries per head that are turned by zero.
+        positions: number of positions in the table.
+
+    Raises:
+        CheckpointError: `dim` is odd.
+    """
+    _check_settings({"rope_type": "default", "rope_theta": 1.0}, dim)
+    row = torch.tensor([[1.0], [0.0]])
+    return Weight(
+        (), (positions, 2, dim // 2), torch.float32, make=lambda: row.expand(positions, 2, dim // 2).contiguous()
+    )
+
+
 def _check_settings(rope: dict[str, Any], dim: int) -> None:
     """Raise CheckpointError if no table can be computed from these settings."""
     if dim % 2:

@@ -25,6 +25,7 @@ from inferplane.ops.quantize import Quantize
 from inferplane.ops.recurrent.block import RecurrentBlock
 from inferplane.ops.recurrent.conv import CausalConv1d
 from inferplane.ops.recurrent.delta_rule import DeltaRuleGates, GatedDeltaRule
+from inferplane.ops.recurrent.kimi_delta import KimiDeltaAttention
 from inferplane.ops.recurrent.mixers import GatedDeltaNet, Mamba2Mixer, ShortConv
 from inferplane.ops.recurrent.norm import GatedRMSNorm, SiluGate
 from inferplane.ops.recurrent.scan import SelectiveScan
@@ -61,6 +62,7 @@ __all__ = [
     "GatedRMSNorm",
     "HybridBlock",
     "KVWrite",
+    "KimiDeltaAttention",
     "LMHead",
     "LayerNorm",
     "Linear",

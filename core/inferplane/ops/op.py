@@ -106,7 +106,7 @@ def extension(default: Any) -> Any:
 
 MEANINGS = (
     *("has_grouped_queries", "has_latent_attention", "is_gated_mlp", "has_experts"),
-    *("has_recurrence", "is_delta_net", "is_mamba2", "is_short_convolution"),
+    *("has_recurrence", "is_delta_net", "is_kimi_delta_attention", "is_mamba2", "is_short_convolution"),
 )
 """Class attributes of `Op` that say which meaning an op has; subclasses do not inherit them."""
 
@@ -157,6 +157,8 @@ class Op(Scratch):
     """It is a block with the fields and the meaning of `recurrent_block`."""
     is_delta_net: ClassVar[bool] = False
     """It has the fields and the meaning of `gated_delta_net`."""
+    is_kimi_delta_attention: ClassVar[bool] = False
+    """It has the fields and the meaning of `kimi_delta_attention`."""
     is_mamba2: ClassVar[bool] = False
     """It has the fields and the meaning of `mamba2_mixer`."""
     is_short_convolution: ClassVar[bool] = False

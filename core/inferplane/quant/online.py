@@ -100,8 +100,9 @@ DENSE = (
     "*.feed_forward.w[123].weight",
     "*.mlp.c_fc.weight",
 )
-"""Names of weights of linear layers. Norms, routers, gates of delta nets and embeddings without a tied head are not
-quantized."""
+"""Names of weights of linear layers. Norms, routers and embeddings without a tied head are not quantized."""
+GATES = ("*.self_attn.b_proj.weight", "*.self_attn.[fg]_[ab]_proj.weight")
+"""Linear layers of gates and rates of decay, which are small and stay plain, as those of delta nets with other names."""
 LATENT = ("*.kv_b_proj.weight",)
 """Linear layers that attention also folds into the query: quantized if its kernels read the format."""
 
@@ -128,6 +129,8 @@ def find_role(name: str) -> str:
 
     if like(*LATENT):
         return "latent"
+    if like(*GATES):
+        return ""
     return "head" if name == HEAD else "experts" if like(*EXPERTS) else "dense" if like(*DENSE) else ""
 
 

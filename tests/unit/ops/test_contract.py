@@ -181,6 +181,7 @@ def test_meanings_are_not_inherited():
         "is_gated_mlp": ["gated_mlp"],
         "has_recurrence": ["recurrent_block"],
         "is_delta_net": ["gated_delta_net"],
+        "is_kimi_delta_attention": ["kimi_delta_attention"],
         "is_mamba2": ["mamba2_mixer"],
         "is_short_convolution": ["short_conv"],
         "has_experts": ["moe"],

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from inferplane.errors import CheckpointError
 from inferplane.models.build import Build
-from inferplane.models.parts import decoder_model, fine_grained_experts, latent_attention
+from inferplane.models.parts import decoder_model, fine_grained_experts, latent_attention, layer_kinds
 from inferplane.models.registry import architecture
 from inferplane.ops import CausalLM
 
@@ -45,15 +44,8 @@ def glm4_moe_lite(build: Build) -> CausalLM:
     config = build.config
     config.refuse(scoring_func=("sigmoid",), topk_method=("noaux_tc",))
     layers = config.size("num_hidden_layers")
-    kinds = config.get("mlp_layer_types")
-    kinds = ["dense"] + ["sparse"] * (layers - 1) if kinds is None else kinds
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise CheckpointError(
-            f"{config.name}: mlp_layer_types is not a list of {layers} names, one a layer.",
-            remedy="correct the entry, or fetch the file again",
-        )
-    for kind in kinds:
-        config.check("mlp_layer_types", kind, ("dense", "sparse"))
+    left_out = ["dense"] + ["sparse"] * (layers - 1)
+    kinds = layer_kinds(config, ("dense", "sparse"), left_out, "mlp_layer_types")
     build.ignore(*(f"model.layers.{layers + k}.*" for k in range(config.count("num_nextn_predict_layers"))))
     attention = latent_attention(build, interleave=config.flag("rope_interleave"))
     return decoder_model(build, attention, fine_grained_experts(build, lambda i: kinds[i] == "sparse"))

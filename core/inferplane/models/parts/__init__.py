@@ -32,7 +32,13 @@ from inferplane.models.parts.layers import (
     norm_output_quant,
     plain_mlp,
 )
-from inferplane.models.parts.recurrent import gated_delta_net, mamba2, mamba2_of_config, short_convolution
+from inferplane.models.parts.recurrent import (
+    gated_delta_net,
+    kimi_delta_attention,
+    mamba2,
+    mamba2_of_config,
+    short_convolution,
+)
 from inferplane.models.parts.rotation import Rotation, find_rotated_layers, head_size, rotate_all, rotate_some, rotation
 
 __all__ = [
@@ -55,6 +61,7 @@ __all__ = [
     "grouped_query_attention",
     "head_size",
     "input_weights",
+    "kimi_delta_attention",
     "latent_attention",
     "layer_kinds",
     "layer_windows",

@@ -15,7 +15,7 @@ from inferplane.models.build import Build
 from inferplane.models.parts.layers import LAYERS, layer_kinds, norm_output_quant
 from inferplane.models.parts.rotation import Rotation, head_size, rotate_all, rotation
 from inferplane.models.reading.config import Config
-from inferplane.models.rope import mscale
+from inferplane.models.rope import mscale, resting_table
 from inferplane.types import KVRequest, Shard, Weight
 
 Window = int | None
@@ -158,7 +158,9 @@ def attention_with_gates(build: Build) -> Callable[[int, str], ops.GQABlock]:
     return block
 
 
-def latent_attention(build: Build, *, interleave: bool = True) -> Callable[[int, str], ops.MLABlock]:
+def latent_attention(
+    build: Build, *, interleave: bool = True, rotates: bool = True
+) -> Callable[[int, str], ops.MLABlock]:
     """Return a function that builds a layer's latent attention (MLA) from the layer's number and the attention's name.
 
     The query has a low-rank projection where the config gives `q_lora_rank`.
@@ -166,6 +168,7 @@ def latent_attention(build: Build, *, interleave: bool = True) -> Callable[[int,
     Args:
         build: its config gives heads, sizes and whether the projections of inputs and outputs have biases.
         interleave: whether rotary positions turn adjacent entries, not those half a head apart.
+        rotates: whether there are rotary positions; if not, the entries that all heads share stay as they are.
 
     Raises:
         CheckpointError: the config lacks an entry or contradicts itself.
@@ -180,10 +183,10 @@ def latent_attention(build: Build, *, interleave: bool = True) -> Callable[[int,
         value=config.size("v_head_dim"),
         latent=config.size("kv_lora_rank"),
     )
-    rope = ops.Rope(build.rope(dims.rope), interleave)  # checks the settings
-    settings, scale = config.rope, (dims.nope + dims.rope) ** -0.5
+    table = build.rope(dims.rope) if rotates else resting_table(dims.rope, build.positions)  # checks the settings
+    rope, settings, scale = ops.Rope(table, interleave), config.rope, (dims.nope + dims.rope) ** -0.5
     bias = config.flag("attention_bias")
-    if settings["rope_type"] != "default" and settings.get("mscale_all_dim"):
+    if rotates and settings["rope_type"] != "default" and settings.get("mscale_all_dim"):
         scale *= mscale(settings["factor"], settings["mscale_all_dim"]) ** 2
 
     def block(i: int, name: str) -> ops.MLABlock:

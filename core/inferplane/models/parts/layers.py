@@ -158,27 +158,30 @@ def decoder_model(
     )
 
 
-def layer_kinds(config: Config, known: tuple[str, ...], left_out: Sequence[str]) -> list[str]:
-    """The kind of each layer: `layer_types`, or `left_out` if the config lacks it.
+def layer_kinds(
+    config: Config, known: tuple[str, ...], left_out: Sequence[str], entry: str = "layer_types"
+) -> list[str]:
+    """The kind of each layer: the entry `layer_types`, or `left_out` if the config lacks it.
 
     Args:
         config: the model's.
         known: kinds that are implemented.
         left_out: what stands for an absent entry.
+        entry: its name, where it is not that of kinds of attention.
 
     Raises:
         CheckpointError: it is not a list with a name for each layer.
         UnsupportedModelError: a layer has another kind.
     """
-    kinds, layers = config.get("layer_types"), config.size(LAYERS)
+    kinds, layers = config.get(entry), config.size(LAYERS)
     kinds = list(left_out) if kinds is None else kinds
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise CheckpointError(
-            f"{config.name}: layer_types is not a list of {layers} names, one a layer.",
+            f"{config.name}: {entry} is not a list of {layers} names, one a layer.",
             remedy="correct the entry, or fetch the file again",
         )
     for kind in kinds:
-        config.check("layer_types", kind, known)
+        config.check(entry, kind, known)
     return kinds
 
 

@@ -64,13 +64,62 @@ def gated_delta_net(build: Build, *, grouped: bool) -> Callable[[int, str], ops.
             qkvz=qkvz,
             ba=ba,
             conv=_convolution(f"{name}.conv1d", stored, size),
-            gates=ops.DeltaRuleGates(*(_by_head(build, f"{name}.{part}", count) for part in ("A_log", "dt_bias"))),
+            gates=ops.DeltaRuleGates(
+                _by_head(build, f"{name}.A_log", count), _by_head(build, f"{name}.dt_bias", count)
+            ),
             rule=ops.GatedDeltaRule((mine, count), (k_dim, v_dim)),
             norm=ops.GatedRMSNorm(norm.weight, norm.eps),
             o=build.linear(f"{name}.out_proj", rows=width, columns=values, axis=1),
             heads=(mine, count),
             dims=(k_dim, v_dim),
             grouped=grouped,
+            reduce=build.reduce(),
+        )
+        return ops.RecurrentBlock.around(mixer)
+
+    return block
+
+
+def kimi_delta_attention(build: Build) -> Callable[[int, str], ops.RecurrentBlock]:
+    """Return a function that builds a layer's Kimi Delta Attention, with its states, from the layer's number and the
+    mixer's name.
+
+    Args:
+        build: its config gives heads and sizes: `linear_num_heads`, `linear_head_dim`, which is also the rank of the
+            gates, and `linear_conv_kernel_dim`.
+
+    Raises:
+        CheckpointError: the config lacks an entry.
+        UnsupportedModelError: the activation is another one.
+        UsageError: the ranks cannot share the heads.
+    """
+    config = build.config
+    config.refuse(hidden_act=("silu",))
+    width, size = config.size("hidden_size"), config.size("linear_conv_kernel_dim")
+    dim = rank = config.size("linear_head_dim")
+    heads = build.local_size("linear_num_heads", config.size("linear_num_heads"))
+    inner, by_head = heads * dim, build.shard(0)
+
+    def block(i: int, name: str) -> ops.RecurrentBlock:
+        def up(part: str, rows: int, columns: int) -> ops.Linear:
+            return build.linear(f"{name}.{part}", rows=rows, columns=columns, axis=0)
+
+        convolved = tuple(f"{name}.{part}_conv1d.weight" for part in "qkv")
+        dt_bias = Weight((f"{name}.dt_bias",), (inner,), torch.float32, shard=by_head)
+        norm = build.rms_norm(f"{name}.o_norm", dim)
+        mixer = ops.KimiDeltaAttention(
+            qkv=build.linear(*(f"{name}.{part}_proj" for part in "qkv"), rows=3 * inner, columns=width, axis=0),
+            fg_a=build.linear(f"{name}.f_a_proj", f"{name}.g_a_proj", rows=2 * rank, columns=width),
+            b=up("b_proj", heads, width),
+            f_b=up("f_b_proj", inner, rank),
+            g_b=up("g_b_proj", inner, rank),
+            conv=ops.CausalConv1d(Weight(convolved, (3 * inner, size), shard=by_head, rows=(inner,) * 3)),
+            gates=ops.DeltaRuleGates(_by_head(build, f"{name}.A_log", heads), dt_bias, by_channel=True),
+            rule=ops.GatedDeltaRule((heads, heads), (dim, dim), by_channel=True),
+            norm=ops.GatedRMSNorm(norm.weight, norm.eps, act="sigmoid"),
+            o=build.linear(f"{name}.o_proj", rows=width, columns=inner, axis=1),
+            heads=heads,
+            dim=dim,
             reduce=build.reduce(),
         )
         return ops.RecurrentBlock.around(mixer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -14,7 +15,7 @@ from inferplane.models.reading import mistral_format
 from inferplane.models.reading.checkpoint import SafetensorsFolder
 from inferplane.models.reading.config import MAX_SIZE, Config
 from inferplane.models.reading.gguf_source import GGUFSource
-from inferplane.models.reading.normalize import EXPERT_NAMES, SPELLINGS, TEXT_PART_OF, ExpertNames
+from inferplane.models.reading.normalize import EXPERT_NAMES, SPELLINGS, TEXT_PART_OF, ExpertNames, Spelling
 from inferplane.models.reading.safetensors_header import Entry
 from inferplane.models.reading.stacked_experts import split_stacks
 from inferplane.models.rope import frequencies
@@ -25,7 +26,7 @@ _FUSED = re.compile(
     r"(.*\.)(?:mlp|block_sparse_moe|feed_forward)\.experts\.(gate_up_proj|down_proj)(?:\.weight)?(_scale_inv|_scale)?"
 )
 
-CONVOLUTION = re.compile(r".*\.conv(?:1d)?\.weight")
+CONVOLUTION = re.compile(r".*\.(?:[qkv]_)?conv(?:1d)?\.weight")
 """Names of depthwise convolutions, which are published as `[C, 1, k]`."""
 _GRANITE = re.compile(r"(.*\.)(block_sparse_moe|shared_mlp)\.(input|output)_linear\.weight")
 _GRANITE_PARTS = {"input": "gate_up_proj", "output": "down_proj"}
@@ -46,8 +47,9 @@ def canonical_names(entries: Mapping[str, Entry], config: Config) -> dict[str, E
     - Experts of a layer that are fused to one tensor, as transformers 5 keeps them (`experts.gate_up_proj`
       `[E, 2 I, H]`, `experts.down_proj` `[E, H, I]`), are single tensors; nothing is read for that. So are those that
       lie with inputs before outputs (`stacked_experts`).
-    - Biases of routers that are stored as one row are vectors; weights of depthwise convolutions, stored as
-      `[C, 1, k]`, are `[C, k]`.
+    - Names have parts replaced, and projections are split, as the family says (`Spelling.renames`, `Spelling.splits`).
+    - Biases of routers that are stored as one row are vectors, as are rates of decay of heads (`A_log`) that are stored
+      with further dimensions; weights of depthwise convolutions, stored as `[C, 1, k]`, are `[C, k]`.
     - Projections that are stored as one (`Spelling.is_fused`) are there as one and as parts; nothing is read for that.
     - Of a multimodal model only the tensors of the language model are there.
     - A head that is tied to an embedding which the files lack is the embedding.
@@ -71,13 +73,17 @@ def canonical_names(entries: Mapping[str, Entry], config: Config) -> dict[str, E
     rename = partial(_rename, prefix=prefix)
     if config.get(TEXT_PART_OF) is not None and prefix.startswith(MODEL):  # other parts lie beside it
         entries = {n: e for n, e in entries.items() if n.startswith(prefix) or not n.startswith(MODEL)}
-    for stored, entry in entries.items():
+    for stored, entry in _split_modules(entries, spelling):
         name = _GRANITE.sub(_rename_granite, rename(stored))
+        for pattern, replacement in spelling.renames.items() if spelling else ():
+            name = re.sub(pattern, replacement, name)
         fused = _FUSED.fullmatch(name)
         if fused and len(entry.shape) == 3:
             found.update(_experts(fused, entry, expert_names))
         elif name.endswith("e_score_correction_bias") and len(entry.shape) == 2 and entry.shape[0] == 1:
             found[name] = replace(entry, shape=entry.shape[1:])
+        elif name.endswith(".A_log") and len(entry.shape) > 1:
+            found[name] = replace(entry, shape=(math.prod(entry.shape),))
         elif CONVOLUTION.fullmatch(name) and len(entry.shape) == 3 and entry.shape[1] == 1:
             found[name] = replace(entry, shape=(entry.shape[0], entry.shape[2]))
         else:
@@ -111,6 +117,24 @@ def _rename(name: str, prefix: str) -> str:
     if name.startswith(f"{outer}lm_head."):
         return name.removeprefix(outer)
     return MODEL + name.removeprefix(prefix) if name.startswith(prefix) else name.removeprefix(outer)
+
+
+def _split_modules(entries: Mapping[str, Entry], spelling: Spelling | None) -> Iterator[tuple[str, Entry]]:
+    """The tensors by their stored names; in place of one that several modules share (`Spelling.splits`) each one's
+    rows."""
+    splits = spelling.splits if spelling else {}
+    for name, entry in entries.items():
+        module, _, kind = name.rpartition(".")
+        before, _, last = module.rpartition(".")
+        parts = splits.get(last, (last,))
+        rows, nbytes = entry.shape[:1], entry.nbytes // len(parts)
+        if len(parts) == 1 or not rows or rows[0] % len(parts):
+            yield name, entry
+            continue
+        shape = (rows[0] // len(parts), *entry.shape[1:])
+        for i, part in enumerate(parts):
+            start = entry.start + i * nbytes
+            yield f"{before}.{part}.{kind}", replace(entry, shape=shape, start=start, nbytes=nbytes)
 
 
 def _rename_backbone(found: re.Match[str]) -> str:

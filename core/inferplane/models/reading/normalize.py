@@ -8,7 +8,7 @@ defaults here, nor in most families the number of experts of a token: a config w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 COMMON: dict[str, Any] = {
@@ -38,6 +38,8 @@ class Spelling:
         is_fused: whether q, k and v, or gate and up, are stored as one.
         stacks_experts: checkpoints have a layer's experts in one tensor, with "inputs_first", or in "any_order"
             (`stacked_experts`).
+        renames: pattern of a part of a tensor's stored name -> what stands there in the name that the family reads.
+        splits: last part of a module's stored name -> those of the modules that share its rows equally, in order.
     """
 
     model_type: str
@@ -47,6 +49,8 @@ class Spelling:
     other_types: tuple[str, ...] = ()
     is_fused: bool = False
     stacks_experts: Literal["", "inputs_first", "any_order"] = ""
+    renames: Mapping[str, str] = field(default_factory=dict)
+    splits: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def model_types(self) -> tuple[str, ...]:

@@ -11,11 +11,12 @@ import torch
 from inferplane.ops.draw import Draw
 from inferplane.ops.linear import Linear
 from inferplane.ops.op import BLOCK, Op, Sample
+from inferplane.ops.recurrent.kimi_delta import KimiDeltaAttention
 from inferplane.ops.recurrent.mixers import DECODE, MIXED, GatedDeltaNet, Mamba2Mixer, ShortConv
 from inferplane.ops.recurrent.ragged import draw_batch
 from inferplane.types import Batch, StateCache, StateRequest
 
-Mixer = GatedDeltaNet | Mamba2Mixer | ShortConv
+Mixer = GatedDeltaNet | KimiDeltaAttention | Mamba2Mixer | ShortConv
 
 
 class RecurrentBlock(Op, name="recurrent_block", extension=True):
@@ -65,18 +66,21 @@ class RecurrentBlock(Op, name="recurrent_block", extension=True):
             (Mamba2Mixer, "bias_decode"),
             (Mamba2Mixer, "gate_decode"),
             (Mamba2Mixer, "mixed"),
+            (KimiDeltaAttention, "decode"),
+            (KimiDeltaAttention, "odd_decode"),
+            (KimiDeltaAttention, "mixed"),
         )
         plain = [next(s for s in mixer.samples() if s.label == label) for mixer, label in cases]
         quantized = [
             replace(plain[i], label=f"{plain[i].label}_int8", op=quantize_mixer(plain[i].op, "int8_group"))
-            for i in (2, 6)
+            for i in (2, 6, 8)
         ]
         return [_sample(s) for s in (*plain, *quantized)]
 
 
 def quantize_mixer(mixer: Any, format: str) -> Any:
-    """A sample's mixer with its linear layers in another format, but for that of gates, which has few rows."""
-    linears = {name: value for name, value in mixer.items() if isinstance(value, Linear) and name != "ba"}
+    """A sample's mixer with its linear layers in another format, but for those with a row or two a head."""
+    linears = {name: x for name, x in mixer.items() if isinstance(x, Linear) and name not in ("ba", "b")}
     quantized = {name: replace(x, weight=replace(x.weight, format=format)) for name, x in linears.items()}
     return replace(mixer, **quantized)
 

@@ -81,12 +81,12 @@ class GatedDeltaNet(Op, name="gated_delta_net"):
         q, k = (t.unflatten(1, (groups, k_dim)) for t in (q, k))
         y, state = self.rule(q, k, v.unflatten(1, (heads, v_dim)), *self.gates(a, b), batch, state)
         y = self.o(self.norm(y, z.unflatten(1, (heads, v_dim))).flatten(1))
-        return _sum(y, self.reduce), conv_state, state
+        return sum_over_ranks(y, self.reduce), conv_state, state
 
     def list_states(self) -> tuple[StateTensor, ...]:
         """What it keeps of a sequence: the states of its call, in order."""
         (_, heads), (k_dim, v_dim) = self.heads, self.dims
-        return _list_inputs(self.conv), StateTensor((heads, k_dim, v_dim))
+        return list_convolution_inputs(self.conv), StateTensor((heads, k_dim, v_dim))
 
     def list_inputs(self) -> tuple[Linear, ...]:
         """The linear layers that read its input."""
@@ -109,7 +109,7 @@ class GatedDeltaNet(Op, name="gated_delta_net"):
                 qkvz=Linear(placeholder(2 * keys + 2 * values, 64)),
                 ba=Linear(placeholder(2 * heads, 64)),
                 conv=CausalConv1d(placeholder(2 * keys + values, 4)),
-                gates=DeltaRuleGates(_slow(heads), f32()),
+                gates=DeltaRuleGates(slow_rates(heads), f32()),
                 rule=GatedDeltaRule((groups, heads), (k_dim, v_dim)),
                 norm=GatedRMSNorm(placeholder(v_dim), SAMPLE_EPS),
                 o=Linear(placeholder(64, values)),
@@ -117,7 +117,7 @@ class GatedDeltaNet(Op, name="gated_delta_net"):
                 dims=(k_dim, v_dim),
                 grouped=grouped,
             )
-            return _sample(label, op, sequences)
+            return mixer_sample(label, op, sequences)
 
         return [
             sample("decode", DECODE, grouped=False),
@@ -172,11 +172,11 @@ class Mamba2Mixer(Op, name="mamba2_mixer"):
         h, b, c = mixed.split((inner, groups * size, groups * size), 1)
         b, c = (t.unflatten(1, (groups, size)) for t in (b, c))
         y, state = self.scan(h.unflatten(1, (heads, dim)), dt, b, c, batch, state)
-        return _sum(self.o(self.norm(y.flatten(1), z)), self.reduce), conv_state, state
+        return sum_over_ranks(self.o(self.norm(y.flatten(1), z)), self.reduce), conv_state, state
 
     def list_states(self) -> tuple[StateTensor, ...]:
         """What it keeps of a sequence: the states of its call, in order."""
-        return _list_inputs(self.conv), StateTensor((self.heads[1], *self.dims))
+        return list_convolution_inputs(self.conv), StateTensor((self.heads[1], *self.dims))
 
     def list_inputs(self) -> tuple[Linear, ...]:
         """The linear layers that read its input."""
@@ -202,14 +202,14 @@ class Mamba2Mixer(Op, name="mamba2_mixer"):
             op = Mamba2Mixer(
                 proj=Linear(placeholder(inner + channels + heads, 48), at(inner + channels + heads)),
                 conv=CausalConv1d(placeholder(channels, 4), at(channels)),
-                scan=SelectiveScan(_slow(heads), f32(), f32(), groups, dim, size),
+                scan=SelectiveScan(slow_rates(heads), f32(), f32(), groups, dim, size),
                 norm=SiluGate() if plain_gate else norm(inner, groups),
                 o=Linear(placeholder(48, inner), at(48)),
                 heads=(groups, heads),
                 dims=(dim, size),
                 factors=placeholder(inner + channels + heads, dtype=torch.float32) if plain_gate else None,
             )
-            return _sample(label, op, sequences)
+            return mixer_sample(label, op, sequences)
 
         return [
             sample("decode", DECODE, 1),
@@ -247,11 +247,11 @@ class ShortConv(Op, name="short_conv"):
     def __call__(self, x: torch.Tensor, batch: Batch, conv_state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         b, c, h = self.proj(x).chunk(3, 1)
         y, conv_state = self.conv(b * h, batch, conv_state)
-        return _sum(self.o(c * y), self.reduce), conv_state
+        return sum_over_ranks(self.o(c * y), self.reduce), conv_state
 
     def list_states(self) -> tuple[StateTensor, ...]:
         """What it keeps of a sequence: the states of its call, in order."""
-        return (_list_inputs(self.conv),)
+        return (list_convolution_inputs(self.conv),)
 
     def list_inputs(self) -> tuple[Linear, ...]:
         """The linear layers that read its input."""
@@ -270,7 +270,7 @@ class ShortConv(Op, name="short_conv"):
             at = lambda n: placeholder(n) if bias else None  # noqa: E731
             conv = CausalConv1d(placeholder(channels, 3), at(channels), silu=False)
             proj, o = (Linear(placeholder(n * channels, channels), at(n * channels)) for n in (3, 1))
-            return _sample(label, ShortConv(proj, conv, o), sequences)
+            return mixer_sample(label, ShortConv(proj, conv, o), sequences)
 
         return [
             sample("decode", DECODE),
@@ -280,24 +280,24 @@ class ShortConv(Op, name="short_conv"):
         ]
 
 
-def _sum(y: torch.Tensor, reduce: AllReduce | None) -> torch.Tensor:
+def sum_over_ranks(y: torch.Tensor, reduce: AllReduce | None) -> torch.Tensor:
     """The sum over ranks, if the heads are divided over several."""
     return y if reduce is None else reduce(y)
 
 
-def _list_inputs(conv: CausalConv1d) -> StateTensor:
+def list_convolution_inputs(conv: CausalConv1d) -> StateTensor:
     """The last inputs of a convolution, in the plan's dtype."""
     channels, size = conv.weight.shape
     return StateTensor((channels, size - 1), None)
 
 
-def _slow(heads: int) -> Weight:
+def slow_rates(heads: int) -> Weight:
     """Rates of decay for samples at which states last for some tokens."""
     return Weight((), (heads,), torch.float32, make=lambda: torch.linspace(-4.0, -1.0, heads))
 
 
-def _sample(label: str, op: GatedDeltaNet | Mamba2Mixer | ShortConv, sequences: Sequences) -> Sample:
-    """A sample with random states."""
+def mixer_sample(label: str, op: Any, sequences: Sequences) -> Sample:
+    """A sample of a mixer with random states."""
 
     def inputs(d: Draw) -> tuple[Any, ...]:
         batch = draw_batch(d, sequences)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -39,10 +40,10 @@ class SiluGate(Op, name="silu_gate", extension=True):
 
 
 class GatedRMSNorm(Op, name="gated_rms_norm"):
-    """`y = rms_norm(x) * weight * silu(gate)`, or with `gate_first` `y = rms_norm(x * silu(gate)) * weight`.
+    """`y = rms_norm(x) * weight * f(gate)`, or with `gate_first` `y = rms_norm(x * f(gate)) * weight`.
 
-    The mean of squares is over each of `groups` equal parts of the last dimension. All in float32, rounded once.
-    If one group is divided equally over ranks, its mean is that over all ranks.
+    f is `act`, silu or sigmoid. The mean of squares is over each of `groups` equal parts of the last dimension. All in
+    float32, rounded once. If one group is divided equally over ranks, its mean is that over all ranks.
 
     Args of the call:
         x: `[..., D]` in the plan's dtype. gate: the same shape. Either may be strided.
@@ -51,9 +52,10 @@ class GatedRMSNorm(Op, name="gated_rms_norm"):
         The shape and dtype of `x`.
 
     Fields: `weight` `[D]`; `eps` added to the mean of squares; `groups` parts of D; `gate_first`; `reduce` sums over
-    the `ranks` that divide one group, or None.
+    the `ranks` that divide one group, or None; `act` of the gate.
 
-    Source: Mamba-2, arXiv 2405.21060, section 7; the gate after the norm as in Gated DeltaNet, arXiv 2412.06464.
+    Source: Mamba-2, arXiv 2405.21060, section 7; the gate after the norm as in Gated DeltaNet, arXiv 2412.06464;
+    sigmoid: Kimi Linear, arXiv 2510.26692.
     """
 
     tolerance = ROUNDED
@@ -64,9 +66,10 @@ class GatedRMSNorm(Op, name="gated_rms_norm"):
     gate_first: bool = False
     reduce: AllReduce | None = extension(None)
     ranks: int = extension(1)
+    act: Literal["silu", "sigmoid"] = extension("silu")
 
     def __call__(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        factor = F.silu(gate.float())
+        factor = gate.float().sigmoid() if self.act == "sigmoid" else F.silu(gate.float())
         h = x.float() * factor if self.gate_first else x.float()
         parts = h.unflatten(-1, (self.groups, -1))
         mean = parts.pow(2).mean(-1, keepdim=True)
@@ -93,4 +96,5 @@ class GatedRMSNorm(Op, name="gated_rms_norm"):
             Sample("groups_norm_first", at(80, groups=2), lambda d: (d.normal(2, 80), d.normal(2, 80))),
             Sample("strided", at(64), lambda d: (d.normal(3, 80)[:, 16:], d.normal(3, 96)[:, :64])),
             Sample("small", at(64), lambda d: (d.normal(4, 64, scale=1e-3), d.normal(4, 64))),
+            Sample("sigmoid", at(32, act="sigmoid"), lambda d: (d.normal(5, 4, 32), d.normal(5, 4, 32, scale=3.0))),
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from inferplane.errors import CheckpointError, UnsupportedModelError
 from inferplane.models import Build, Config, build
 from inferplane.models.reading.normalize import SPELLINGS
-from inferplane.ops import MLP, BlockLayer, GQABlock, RecurrentBlock
+from inferplane.ops import MLP, BlockLayer, GQABlock, MLABlock, RecurrentBlock
 from inferplane.types import Placement
 from tests.families.cases import CASES, config_of
 from tests.families.recurrent import NEMOTRON_EXPERTS, RECURRENT
@@ -27,7 +28,7 @@ def config(family: str, **changes: Any) -> Config:
 
 def kinds(family: str, **changes: Any) -> str:
     """A letter for each layer's first block: a for attention, r for a recurrent one, m for an MLP."""
-    letters = {GQABlock: "a", RecurrentBlock: "r", MLP: "m"}
+    letters = {GQABlock: "a", MLABlock: "a", RecurrentBlock: "r", MLP: "m"}
     layers = build(Build(config(family, **changes))).layers
     return "".join(letters[type(layer.block if isinstance(layer, BlockLayer) else layer.attn)] for layer in layers)
 
@@ -48,6 +49,11 @@ def kinds(family: str, **changes: Any) -> str:
         ("granitemoehybrid", {"logits_scaling": 0}, "logits_scaling is 0, by which the model would divide"),
         ("granitemoehybrid", {"layer_types": ["mamba", "conv", "mamba"]}, "layer_types = 'conv'"),
         ("lfm2", {"layer_types": ["conv", "linear_attention", "conv"]}, "layer_types = 'linear_attention'"),
+        ("kimi_linear", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope = False"),
+        ("kimi_linear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func = 'softmax'"),
+        ("kimi_linear", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers = 1"),
+        ("kimi_linear", {"layer_types": ..., "linear_attn_config": {"kda_layers": [1, 2]}}, "layer_types = None"),
     ],
 )
 def test_what_is_not_implemented_is_refused(family, changes, match):
@@ -73,6 +79,11 @@ def test_what_is_not_implemented_is_refused(family, changes, match):
         ("granitemoehybrid", {"time_step_limit": [0.1]}, "time_step_limit is .*, not two numbers from 0"),
         ("granitemoehybrid", {"time_step_limit": [-0.1, 1]}, "time_step_limit is .*, not two numbers from 0"),
         ("qwen3_5", {"partial_rotary_factor": 2.0, "rope_parameters": ...}, "partial_rotary_factor is 2.0"),
+        ("kimi_linear", {"mlp_layer_types": ["dense"]}, "mlp_layer_types is not a list of 4 names"),
+        ("kimi_linear", {"linear_num_heads": ...}, "lacks 'linear_num_heads'"),
+        ("kimi_linear", {"linear_attn_config": [4]}, "linear_attn_config is not an object"),
+        ("kimi_linear", {"linear_attn_config": {"kda_layers": ["1"]}}, "linear_attn_config is not an object"),
+        ("kimi_linear", {"n_group": 3}, "8 experts cannot form 3 equal groups"),
     ],
 )
 def test_what_contradicts_itself_is_refused(family, changes, match):
@@ -82,7 +93,7 @@ def test_what_contradicts_itself_is_refused(family, changes, match):
 
 @pytest.mark.parametrize("family", RECURRENT)
 def test_two_ranks_have_a_half_each(family):
-    """Of every weight below a block that is divided, and of each sequence's states."""
+    """Of every weight below a block that is divided, and of each sequence's states. The low rank of gates is whole."""
     places = Placement(), Placement.shared(0, 2), Placement.shared(1, 2)
     one, *both = (build(Build(config(family), placement=place)) for place in places)
     for mine in both:
@@ -91,7 +102,7 @@ def test_two_ranks_have_a_half_each(family):
         ]
         parts = dict(mine.weights())
         for path, weight in one.weights():
-            if ".mixer." in path and "norm" not in path:
+            if ".mixer." in path and "norm" not in path and "fg_a" not in path:
                 assert 2 * math.prod(parts[path].shape) == math.prod(weight.shape), path
 
 
@@ -101,6 +112,30 @@ def test_every_fourth_layer_attends_unless_the_config_says_otherwise(family):
     assert kinds(family, **layers) == "rrrarrrar" and kinds(family, **layers, full_attention_interval=2) == "rarararar"
     own = Build(config(family))
     assert not build(own).mtp and "mtp.*" in own.ignored
+
+
+def test_kimi_linear_is_published_with_an_object_of_its_own():
+    """Whose numbers count before those of transformers' entries, and whose layers count behind transformers' list."""
+    layers = {"layer_types": ..., "num_hidden_layers": 6, "mlp_layer_types": ...}
+    published = {"full_attn_layers": [2, 6], "kda_layers": [1, 3, 4, 5], "num_heads": 2, "head_dim": 8}
+    assert kinds("kimi_linear", **layers) == "rrrrar"
+    assert kinds("kimi_linear", **layers, linear_attn_config=published) == "rarrra"
+    listed = {**layers, "layer_types": ["linear_attention"] * 6}
+    assert kinds("kimi_linear", **listed, linear_attn_config=published) == "rrrrrr"
+    model = build(Build(config("kimi_linear", **layers, linear_attn_config={**published, "short_conv_kernel_size": 3})))
+    assert model.layers[0].attn.mixer.heads == 2 and model.layers[0].attn.mixer.conv.weight.shape == (3 * 2 * 8, 3)
+    assert [layer.mlp.has_experts for layer in model.layers] == [False] + [True] * 5
+    model = build(Build(config("kimi_linear", first_k_dense_replace=3, mlp_layer_types=...)))
+    assert [layer.mlp.has_experts for layer in model.layers] == [False] * 3 + [True]
+
+
+def test_kimi_linear_rotates_nothing():
+    """Its entries for positions are zero turns, whatever rotary settings a config has."""
+    attn = build(Build(config("kimi_linear", rope_theta=1e4), positions=7)).layers[3].attn
+    table = attn.rope.table.make()
+    assert table.shape == (7, 2, 8) and bool((table[:, 0] == 1).all()) and bool((table[:, 1] == 0).all())
+    x = torch.randn(5, 3, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert torch.equal(replace(attn.rope, table=table)(x, torch.arange(5)), x)
 
 
 def test_lfm2_names_its_layers_in_two_ways():

@@ -10,6 +10,8 @@ import torch
 from transformers import (
     FalconH1Config,
     FalconH1ForCausalLM,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     NemotronHConfig,
@@ -24,7 +26,7 @@ from inferplane.binding.link import link
 from inferplane.binding.load import load
 from inferplane.errors import CheckpointError, UnsupportedModelError, UsageError
 from inferplane.models.build import Build
-from inferplane.models.parts import gated_delta_net, mamba2, short_convolution
+from inferplane.models.parts import gated_delta_net, kimi_delta_attention, mamba2, short_convolution
 from inferplane.models.reading.checkpoint import SafetensorsFolder
 from inferplane.models.reading.config import Config
 from inferplane.models.reading.names import canonical_names
@@ -101,6 +103,18 @@ def falcon_h1(folder):
     return module, "mamba", partial(mamba2, **MAMBA, conv_bias=True, bias=True)
 
 
+def kimi_linear(folder):
+    config = KimiLinearConfig(
+        **{**SIZES, "num_key_value_heads": 4, "linear_num_heads": 6, "linear_head_dim": 16, "intermediate_size": 32},
+        num_hidden_layers=1,
+        layer_types=["linear_attention"],
+        mlp_layer_types=["dense"],
+        pad_token_id=None,
+    )
+    module = save(KimiLinearForCausalLM(config), folder).model.layers[0].self_attn
+    return module, "self_attn", kimi_delta_attention
+
+
 def save(model, folder):
     """The model with random weights, whose rates of decay keep a state for some tokens."""
     generator = torch.Generator().manual_seed(5)
@@ -112,7 +126,7 @@ def save(model, folder):
     return model
 
 
-MIXERS = [qwen3_next, qwen3_5, lfm2, partial(lfm2, conv_bias=True), nemotron_h, falcon_h1]
+MIXERS = [qwen3_next, qwen3_5, lfm2, partial(lfm2, conv_bias=True), nemotron_h, falcon_h1, kimi_linear]
 
 
 @pytest.mark.parametrize("make", MIXERS, ids=lambda make: getattr(make, "__name__", "lfm2_bias"))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Lfm2Config, Mamba2Config, Qwen3NextConfig
+from transformers import KimiLinearConfig, Lfm2Config, Mamba2Config, Qwen3NextConfig
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer as OtherMamba2
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
@@ -16,6 +17,7 @@ from inferplane.ops import (
     GatedDeltaNet,
     GatedDeltaRule,
     GatedRMSNorm,
+    KimiDeltaAttention,
     Linear,
     Mamba2Mixer,
     SelectiveScan,
@@ -79,6 +81,33 @@ def test_gated_delta_net(cuts, grouped):
         grouped,
     )
     matches(op, module, cuts, (2 * groups * k_dim + heads * v_dim, 3), (heads, k_dim, v_dim))
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+def test_kimi_delta_attention(cuts):
+    heads, dim = 3, 20
+    sizes = {"hidden_size": WIDTH, "linear_num_heads": heads, "linear_head_dim": dim, "num_hidden_layers": 1}
+    module = randomize(KimiLinearDeltaAttention(KimiLinearConfig(**sizes, layer_types=["linear_attention"]), 0))
+    forget = module.forget_gate
+
+    def join(*parts):
+        return Linear(torch.cat([part.weight.data for part in parts]))
+
+    op = KimiDeltaAttention(
+        qkv=join(module.q_proj, module.k_proj, module.v_proj),
+        fg_a=join(forget.f_a_proj, module.g_a_proj),
+        b=linear(module.b_proj),
+        f_b=linear(forget.f_b_proj),
+        g_b=linear(module.g_b_proj),
+        conv=convolution(module.conv1d),
+        gates=DeltaRuleGates(forget.A_log.data.flatten(), forget.dt_bias.data, by_channel=True),
+        rule=GatedDeltaRule((heads, heads), (dim, dim), by_channel=True),
+        norm=GatedRMSNorm(module.o_norm.weight.data, module.o_norm.variance_epsilon, act="sigmoid"),
+        o=linear(module.o_proj),
+        heads=heads,
+        dim=dim,
+    )
+    matches(op, module, cuts, (3 * heads * dim, 3), (heads, dim, dim))
 
 
 @pytest.mark.parametrize("cuts", CUTS)

@@ -9,6 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
+from transformers.models.kimi_linear.modeling_kimi_linear import (
+    KimiLinearRMSNormGated,
+    chunk_kimi_delta_attention,
+    recurrent_kimi_delta_attention,
+)
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated, mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import (
     Qwen3NextRMSNormGated,
@@ -82,6 +87,22 @@ def test_gated_delta_rule(cuts, reference):
 
 
 @pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("reference", [chunk_kimi_delta_attention, recurrent_kimi_delta_attention])
+@pytest.mark.parametrize("fastest", [1.0, 40.0])
+def test_delta_rule_with_decays_by_channel(cuts, reference, fastest):
+    """With channels that forget all within a token beside others that forget nothing."""
+    q, k, v, _, beta = delta_inputs(130)
+    q, k = (t.repeat_interleave(HEADS // GROUPS, 1) for t in (q, k))
+    decay = -F.softplus(numbers(130, HEADS, DIM, seed=3)) * torch.linspace(0, fastest, DIM)
+    rows = q, k, v, decay, beta
+    flags = {"initial_state": None, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    want, last = reference(*(t[None] for t in rows), **flags)
+    op = GatedDeltaRule((HEADS, HEADS), (DIM, STATE), by_channel=True)
+    y, state = run_cut(op, (q, k, v, decay.flatten(1), beta), torch.empty(1, HEADS, DIM, STATE), cuts)
+    assert close(y, want[0]) and close(state, last)
+
+
+@pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("limits", [(0.0, math.inf), (0.3, 0.8)])
 def test_selective_scan(cuts, limits):
     x, dt = numbers(130, HEADS, DIM), numbers(130, HEADS, seed=1)
@@ -115,6 +136,13 @@ def test_gated_norm(groups, gate_first):
     for other in others:
         other.weight.data.copy_(weight)
         assert close(GatedRMSNorm(weight, 1e-5, groups, gate_first)(x, gate), other(x, gate), 2e-6)
+
+
+def test_gated_norm_with_a_sigmoid():
+    x, gate, weight = numbers(5, 32, scale=3.0), numbers(5, 32, seed=1), numbers(32, seed=2)
+    other = KimiLinearRMSNormGated(32, 1e-5)
+    other.weight.data.copy_(weight)
+    assert close(GatedRMSNorm(weight, 1e-5, act="sigmoid")(x, gate), other(x, gate), 2e-6)
 
 
 def test_sequences_of_a_step_do_not_mix():
