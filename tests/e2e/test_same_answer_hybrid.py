@@ -15,8 +15,8 @@ from tests.families.cases import CASES as FAMILY_CASES
 from tests.families.cases import make
 from tests.unit.support.fake_model import Script
 
-MODELS = ("gpt_oss", "gemma3", "qwen3_5", "nemotron_h")
-STATES = ("qwen3_5", "nemotron_h")
+MODELS = ("gpt_oss", "gemma3", "qwen3_5", "nemotron_h", "kimi_linear")
+STATES = ("qwen3_5", "nemotron_h", "kimi_linear")
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_model_len": 64, "max_num_seqs": 8}
 LENGTHS = (40, 7, 23, 1, 33, 40)
 COUNTS = (14, 20, 9, 16, 11, 12)

@@ -213,8 +213,8 @@ void ip_causal_conv1d(const ip_convolution *conv, const ip_sequences *s, const i
 }
 
 void ip_delta_rule_gates(const float *a_log, const float *dt_bias, const ip_bf16 *a, int64_t lda, const ip_bf16 *b,
-                         int64_t ldb, int64_t tokens, int64_t heads, float *decay, float *beta) {
-  kernels().delta_rule_gates(a_log, dt_bias, a, lda, b, ldb, tokens, heads, decay, beta);
+                         int64_t ldb, int64_t tokens, int64_t heads, int64_t channels, float *decay, float *beta) {
+  kernels().delta_rule_gates(a_log, dt_bias, a, lda, b, ldb, tokens, heads, channels, decay, beta);
 }
 
 void ip_gated_delta_rule(const ip_delta_rule *rule, const ip_sequences *s, const ip_head_rows *qkv, const float *decay,

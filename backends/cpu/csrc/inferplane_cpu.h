@@ -22,7 +22,7 @@ const int32_t *ip_struct_bytes(void);
 // IP_KINDS of the library, for the same purpose.
 int ip_num_kinds(void);
 // Number of the functions' signatures, which grows with every change of one: a caller of another number must not call.
-#define IP_SIGNATURES 8
+#define IP_SIGNATURES 9
 int ip_signatures(void);
 
 // -- instruction sets and threads
@@ -105,9 +105,11 @@ void ip_mla(const ip_bf16 *q_nope, const int64_t *nope_strides, const ip_bf16 *q
 // y [tokens, channels], dense, from rows of x, which are ldx apart; states: [rows, channels, size - 1].
 void ip_causal_conv1d(const ip_convolution *conv, const ip_sequences *s, const ip_bf16 *x, int64_t ldx,
                       const ip_bf16 *before, ip_bf16 *after, ip_bf16 *y);
-// decay and beta, each [tokens, heads], from rows of a and b.
+// decay and beta from rows of a and b: each [tokens, heads], or decay [tokens, heads, channels] with a rate a head, if
+// channels is not 0; dt_bias has an entry for each decay of a token.
 void ip_delta_rule_gates(const float *a_log, const float *dt_bias, const ip_bf16 *a, int64_t lda, const ip_bf16 *b,
-                         int64_t ldb, int64_t tokens, int64_t heads, float *decay, float *beta);
+                         int64_t ldb, int64_t tokens, int64_t heads, int64_t channels, float *decay, float *beta);
+// Rows of decay have heads entries, or heads * k_dim if the rule is by channel.
 // y [tokens, heads, v_dim] from qkv[0], [1] and [2]: q and k of `groups` heads, v of `heads`; states: [rows, heads,
 // k_dim, v_dim].
 void ip_gated_delta_rule(const ip_delta_rule *rule, const ip_sequences *s, const ip_head_rows *qkv, const float *decay,

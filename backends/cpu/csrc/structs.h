@@ -152,6 +152,7 @@ typedef struct {
 // The gated delta rule; each of `groups` heads of q and k serves heads / groups heads of v.
 typedef struct {
   int64_t groups, heads, k_dim, v_dim;
+  int32_t by_channel;  // a head has k_dim decays, one for each row of its state, else one
 } ip_delta_rule;
 
 // Mamba-2's scan, as op selective_scan has it; each of `groups` of b and c serves heads / groups heads.
@@ -161,23 +162,25 @@ typedef struct {
   float dt_min, dt_max;
 } ip_scan;
 
-// An RMS norm over each of `groups` equal parts of a row, times SiLU of a gate before it or after it.
+// An RMS norm over each of `groups` equal parts of a row, times SiLU of a gate, or its sigmoid, before it or after it.
 typedef struct {
   const float *weight;  // null: there is no norm, but the gate
   int64_t groups;
   float eps;
   int32_t gate_first;
+  int32_t sigmoid;
 } ip_norm_with_gate;
 
-// Mixers of recurrent layers, as the ops gated_delta_net, mamba2_mixer and short_conv have them.
-enum ip_mixer_kind { IP_DELTA_NET = 0, IP_MAMBA2 = 1, IP_SHORT_CONV = 2 };
+// Mixers of recurrent layers, as the ops gated_delta_net, mamba2_mixer, short_conv and kimi_delta_attention have them.
+enum ip_mixer_kind { IP_DELTA_NET = 0, IP_MAMBA2 = 1, IP_SHORT_CONV = 2, IP_KIMI_DELTA = 3 };
 typedef struct {
-  ip_matrix proj, gates, o;  // gates: of the delta net, n is 0 in others
+  ip_matrix proj, gates, o;  // gates: of the delta net, and b of Kimi's; n is 0 in others
+  ip_matrix low, decay_up, gate_up;  // fg_a, f_b and g_b of Kimi's; n is 0 in others
   ip_convolution conv;
-  ip_delta_rule rule;  // of the delta net, with a_log and dt_bias
+  ip_delta_rule rule;  // of the delta net and of Kimi's, with a_log and dt_bias
   ip_scan scan;  // of Mamba-2
-  ip_norm_with_gate norm;  // of both
-  const float *a_log, *dt_bias;  // [heads]
+  ip_norm_with_gate norm;  // of all but the short convolution
+  const float *a_log, *dt_bias;  // [heads]; dt_bias [heads, k_dim] if the rule is by channel
   const float *factors;  // [proj.n], of Mamba-2's projection; or null
   int32_t kind;
   int32_t grouped;  // rows of the delta net's proj and gates are ordered by heads of keys

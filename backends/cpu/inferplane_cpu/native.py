@@ -75,7 +75,7 @@ def _init_thread() -> None:
     torch.get_num_threads()
 
 
-SIGNATURES = 8
+SIGNATURES = 9
 """IP_SIGNATURES of the library that is called here: it grows with every change of a function's arguments,
 and of what it takes."""
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -102,7 +102,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_mla": (None, _P, _P, _P, _P, _MATRIX, _BATCH, _CACHE, _I, _I, _I, _I, _I, c_float, _P),
     "ip_moe": (c_int, _MATRIX, _MATRIX, _I, _P, _P, _I, _I, _P, _P, _I, _P),
     "ip_causal_conv1d": (None, POINTER(Convolution), _SEQUENCES, _P, _I, _P, _P, _P),
-    "ip_delta_rule_gates": (None, _P, _P, _P, _I, _P, _I, _I, _I, _P, _P),
+    "ip_delta_rule_gates": (None, _P, _P, _P, _I, _P, _I, _I, _I, _I, _P, _P),
     "ip_gated_delta_rule": (None, POINTER(DeltaRule), _SEQUENCES, _P, _P, _I, _P, _I, _P, _P, _P),
     "ip_gated_norm": (None, POINTER(NormWithGate), POINTER(HeadRows), POINTER(HeadRows), _I, _I, _I, _P),
     "ip_selective_scan": (None, POINTER(Scan), _SEQUENCES, _P, _P, _I, _P, _P, _P),

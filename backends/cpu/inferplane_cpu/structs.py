@@ -180,7 +180,7 @@ class Convolution(Structure):
 class DeltaRule(Structure):
     """`ip_delta_rule`: sizes of the gated delta rule."""
 
-    _fields_ = _of(c_int64, "groups", "heads", "k_dim", "v_dim")
+    _fields_ = [*_of(c_int64, "groups", "heads", "k_dim", "v_dim"), ("by_channel", c_int32)]
 
 
 class Scan(Structure):
@@ -196,7 +196,10 @@ class Scan(Structure):
 class NormWithGate(Structure):
     """`ip_norm_with_gate`: an RMS norm with a gate, or the gate alone."""
 
-    _fields_ = [("weight", c_void_p), ("groups", c_int64), ("eps", c_float), ("gate_first", c_int32)]
+    _fields_ = [
+        *(("weight", c_void_p), ("groups", c_int64), ("eps", c_float)),
+        *_of(c_int32, "gate_first", "sigmoid"),
+    ]
 
 
 class Mixer(Structure):
@@ -204,7 +207,7 @@ class Mixer(Structure):
 
     memory: list[Any]
     _fields_ = [
-        *_of(Matrix, "proj", "gates", "o"),
+        *_of(Matrix, "proj", "gates", "o", "low", "decay_up", "gate_up"),
         ("conv", Convolution),
         ("rule", DeltaRule),
         ("scan", Scan),

@@ -570,6 +570,31 @@ void latent_layers(int32_t stored) {
     }
 }
 
+// Kimi Delta Attention: decays by channel, alone and in a block; odd sizes.
+void by_channel(const ip_sequences &rows, const ip_sequences &in_slots, int64_t tokens, int64_t size, int64_t width) {
+  const int64_t heads = 3, dim = 19, inner = heads * dim, rank = 9;
+  Array<float> a_log(heads), dt_bias(inner), decay(tokens * inner), beta(tokens * heads), norm_weight(dim);
+  Array<float> state(7 * inner * dim), after(4 * inner * dim);
+  Bf16 a(tokens * inner), b(tokens * heads), qkv(tokens * 3 * inner), out(tokens * inner);
+  ip_delta_rule_gates(a_log, dt_bias, a, inner, b, heads, tokens, heads, dim, decay, beta);
+  for (int64_t i = 0; i < tokens * inner; i++) expect(decay[i] <= 0, "a decay of a channel");
+  ip_delta_rule rule = {heads, heads, dim, dim, 1};
+  ip_head_rows parts[] = {{qkv, 3 * inner, dim}, {qkv + inner, 3 * inner, dim}, {qkv + 2 * inner, 3 * inner, dim}};
+  ip_gated_delta_rule(&rule, &rows, parts, decay, inner, beta, heads, state, after, out);
+  expect(isfinite(widen(out[0])) && isfinite(after[0]), "the delta rule by channel");
+  Bf16 taps(size * 3 * inner), states(7 * 3 * inner * (size - 1)), input(tokens * width), result(tokens * width);
+  Stored proj = weight(IP_INT8, 32, 3 * inner, width), o = weight(IP_INT4, 32, width, inner);
+  Stored gates = weight(IP_BF16, 0, heads, width), low = weight(IP_BF16, 0, 2 * rank, width);
+  Stored decay_up = weight(IP_BF16, 0, inner, rank), gate_up = weight(IP_BF16, 0, inner, rank);
+  ip_mixer mixer = {};
+  mixer.proj = proj.m, mixer.gates = gates.m, mixer.o = o.m, mixer.low = low.m;
+  mixer.decay_up = decay_up.m, mixer.gate_up = gate_up.m, mixer.rule = rule, mixer.kind = IP_KIMI_DELTA;
+  mixer.conv = {taps, nullptr, 3 * inner, size, 1}, mixer.norm = {norm_weight, 1, 1e-6f, 0, 1};
+  mixer.a_log = a_log, mixer.dt_bias = dt_bias;
+  ip_recurrent_block(&mixer, &in_slots, input, states, state, result);
+  expect(isfinite(widen(result[0])), "a block by channel");
+}
+
 // Recurrences of sequences that begin, go on and are padding, with states in the slots of a cache; odd sizes.
 void recurrence() {
   const int64_t tokens = 12, groups = 2, heads = 6, k = 7, v = 21, channels = 2 * groups * k + heads * v, width = 33;
@@ -586,8 +611,8 @@ void recurrence() {
     expect(!memcmp(next + 2 * channels * (size - 1), before + 2 * channels * (size - 1), channels * (size - 1) * 2),
            "a padded sequence's inputs");
     Bf16 a(tokens * heads);
-    ip_delta_rule_gates(a_log, dt_bias, a, heads, a, heads, tokens, heads, decay, beta);
-    ip_delta_rule rule = {groups, heads, k, v};
+    ip_delta_rule_gates(a_log, dt_bias, a, heads, a, heads, tokens, heads, 0, decay, beta);
+    ip_delta_rule rule = {groups, heads, k, v, 0};
     ip_head_rows qkv[] = {{y, channels, k}, {y + groups * k, channels, k}, {y + 2 * groups * k, channels, v}};
     Bf16 out(tokens * heads * v), gate(tokens * heads * v);
     ip_gated_delta_rule(&rule, &rows, qkv, decay, heads, beta, heads, state, after, out);
@@ -596,7 +621,7 @@ void recurrence() {
     ip_scan scan = {a_log, dt_bias, skip, groups, heads, v, k, 0, 1};
     ip_head_rows xbc[] = {qkv[2], qkv[0], qkv[1]};
     ip_selective_scan(&scan, &rows, xbc, a, heads, state, after, out);
-    ip_norm_with_gate by_head = {norm_weight, 1, 1e-6f, 0}, whole = {norm_weight, 3, 1e-6f, 1};
+    ip_norm_with_gate by_head = {norm_weight, 1, 1e-6f, 0, 0}, whole = {norm_weight, 3, 1e-6f, 1, 0};
     ip_head_rows heads_of = {out, heads * v, v}, gates_of = {gate, heads * v, v};
     Bf16 normed(tokens * heads * v);
     ip_gated_norm(&by_head, &heads_of, &gates_of, tokens, heads, v, normed);
@@ -609,7 +634,7 @@ void recurrence() {
         Stored proj = weight(IP_INT8, 32, projected, width), ba = weight(IP_BF16, 0, 2 * heads, width);
         Stored o = weight(IP_INT4, 32, width, inner);
         Array<float> factors(projected);
-        ip_mixer mixer = {proj.m, {}, o.m, conv, rule, scan, kind == IP_MAMBA2 ? whole : by_head, a_log, dt_bias,
+        ip_mixer mixer = {proj.m, {}, o.m, {}, {}, {}, conv, rule, scan, kind == IP_MAMBA2 ? whole : by_head, a_log, dt_bias,
                           nullptr, kind, grouped};
         if (kind == IP_DELTA_NET) mixer.gates = ba.m;
         if (kind == IP_MAMBA2) mixer.factors = factors;
@@ -617,6 +642,7 @@ void recurrence() {
         ip_recurrent_block(&mixer, &in_slots, input, before, state, result);
         expect(isfinite(widen(result[0])), "a recurrent block");
       }
+    by_channel(rows, in_slots, tokens, size, width);
   }
 }
 

@@ -45,15 +45,15 @@ def numbers(draw, *shape, dtype=BF16, scale=1.0):
     return (torch.randn(*shape, generator=draw) * scale).to(dtype)
 
 
-def make_rule(draw, heads, dims):
+def make_rule(draw, heads, dims, by_channel=False):
     """The delta rule, a function that draws its inputs, and the shape of its state."""
     (groups, n), (k, v) = heads, dims
-    op = GatedDeltaRule(heads, dims)
+    op, rates = GatedDeltaRule(heads, dims, by_channel), n * k if by_channel else n
 
     def rows(tokens):
         x = numbers(draw, tokens, 2 * groups * k + n * v + 3)[:, 3:]
         q, key, value = x.split((groups * k, groups * k, n * v), 1)
-        gates = -torch.rand(tokens, n, generator=draw), torch.rand(tokens, n, generator=draw)
+        gates = -torch.rand(tokens, rates, generator=draw), torch.rand(tokens, n, generator=draw)
         return q.unflatten(1, (groups, k)), key.unflatten(1, (groups, k)), value.unflatten(1, (n, v)), *gates
 
     return op, recurrent.gated_delta_rule, rows, (n, k, v), torch.float32
@@ -84,6 +84,9 @@ CASES = {
     "rule_one_head": (make_rule, (1, 1), (7, 1)),
     "rule_wide": (make_rule, (2, 4), (33, 130)),
     "rule_128": (make_rule, (1, 2), (128, 128)),
+    "channels_24_40": (make_rule, (1, 3), (24, 40), True),
+    "channels_one_head": (make_rule, (1, 1), (7, 1), True),
+    "channels_128": (make_rule, (2, 2), (128, 128), True),
     "scan_24": (make_scan, (1, 3), (24, 24)),
     "scan_one_head": (make_scan, (1, 1), (1, 7)),
     "scan_groups": (make_scan, (2, 4), (40, 130)),
@@ -167,10 +170,11 @@ def test_a_step_without_sequences(name):
 @pytest.mark.parametrize("width", [1, 24, 130])
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("gate_first", [False, True])
-def test_gated_norms(width, groups, gate_first):
+@pytest.mark.parametrize("act", ["silu", "sigmoid"])
+def test_gated_norms(width, groups, gate_first, act):
     draw = torch.Generator().manual_seed(width)
     x, gate = numbers(draw, 5, 2, groups * width), numbers(draw, 5, 3, groups * width, scale=4.0)[:, :2]
-    op = GatedRMSNorm(numbers(draw, groups * width), 1e-3, groups, gate_first)
+    op = GatedRMSNorm(numbers(draw, groups * width), 1e-3, groups, gate_first, act=act)
     assert close(recurrent.gated_rms_norm(fields_of(op), x, gate), op(x.float(), gate.float()), 2**-8)
     assert close(
         recurrent.silu_gate(View(), x[:, 0], gate[:, 1]), SiluGate()(x[:, 0].float(), gate[:, 1].float()), 2**-8
@@ -181,6 +185,17 @@ def test_gates():
     draw = torch.Generator().manual_seed(1)
     op = DeltaRuleGates(*(numbers(draw, 5, dtype=torch.float32) for _ in range(2)))
     a, b = numbers(draw, 20, 11, scale=20.0)[:, 1:].split(5, 1)
+    for got, want in zip(recurrent.delta_rule_gates(fields_of(op), a, b), op(a.float(), b.float()), strict=True):
+        assert torch.allclose(got, want, rtol=1e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("channels", [1, 19, 128])
+def test_gates_by_channel(channels):
+    """Also where softplus is its argument, where it is almost 0, and where its exponential has no bits."""
+    draw = torch.Generator().manual_seed(1)
+    op = DeltaRuleGates(numbers(draw, 3, dtype=torch.float32), numbers(draw, 3 * channels, dtype=torch.float32), True)
+    a, b = numbers(draw, 20, 3 * channels + 4, scale=20.0)[:, 1:].split((3 * channels, 3), 1)
+    a[0, 0], a[1, 0] = 120.0, -120.0
     for got, want in zip(recurrent.delta_rule_gates(fields_of(op), a, b), op(a.float(), b.float()), strict=True):
         assert torch.allclose(got, want, rtol=1e-5, atol=1e-30)
 

@@ -13,8 +13,11 @@ struct DeltaRuleArgs {
   const float *before;
   float *after;
   bf16 *y;
+  const float *decays;  // of rows of the states by channel, [tokens, heads, k_dim]; null: a head has one
+  int64_t ld_decays;
 };
-// What a token does to a head's state: the factor of what remains, and the share of the correction.
+// What a token does to a head's state: the factor of what remains, 1 if each row has its own, and the share of the
+// correction.
 struct DeltaRuleGates {
   float remains, beta;
 };
@@ -35,15 +38,21 @@ inline void normalize_head(const bf16 *x, int64_t n, float factor, float *out) {
   });
 }
 
+// A token's query and key after their norms; by channel also what remains of each row of the state, and what recalls from
+// it: the key times that. Else `recall` is the key.
+struct TokenInputs {
+  float *query, *key, *remains, *recall;
+};
+
 // One token for R registers of columns of a state with k_dim rows, which are ld apart: `to`, which may be `from`, is the
 // state after it, y its result. v: the value.
-template <int R>
+template <int R, bool kByChannel>
 inline void delta_rule_token(const float *from, int64_t ld_from, float *to, int64_t ld_to, int64_t k_dim,
-                             const float *query, const float *key, const Floats *v, DeltaRuleGates gates, Floats *y) {
+                             const TokenInputs &x, const Floats *v, DeltaRuleGates gates, Floats *y) {
   Floats even[R] = {}, odd[R] = {}, change[R];  // two sums: chains of additions half as long
   int64_t i = 0;
   for (; i + 2 <= k_dim; i += 2) {
-    Floats a = splat_floats(key[i]), b = splat_floats(key[i + 1]);
+    Floats a = splat_floats(x.recall[i]), b = splat_floats(x.recall[i + 1]);
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
       even[r] = fma(a, load<Floats>(from + i * ld_from + r * kRegisterLanes), even[r]);
@@ -53,15 +62,16 @@ inline void delta_rule_token(const float *from, int64_t ld_from, float *to, int6
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++) {
     if (i < k_dim)
-      even[r] = fma(splat_floats(key[i]), load<Floats>(from + i * ld_from + r * kRegisterLanes), even[r]);
+      even[r] = fma(splat_floats(x.recall[i]), load<Floats>(from + i * ld_from + r * kRegisterLanes), even[r]);
     change[r] = gates.beta * (v[r] - gates.remains * (even[r] + odd[r]));
     y[r] = Floats{};
   }
   for (i = 0; i < k_dim; i++) {
-    Floats a = splat_floats(key[i]), b = splat_floats(query[i]);
+    Floats a = splat_floats(x.key[i]), b = splat_floats(x.query[i]);
+    float remains = kByChannel ? x.remains[i] : gates.remains;
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
-      Floats s = fma(a, change[r], gates.remains * load<Floats>(from + i * ld_from + r * kRegisterLanes));
+      Floats s = fma(a, change[r], remains * load<Floats>(from + i * ld_from + r * kRegisterLanes));
       store(to + i * ld_to + r * kRegisterLanes, s);
       y[r] = fma(b, s, y[r]);
     }
@@ -77,7 +87,8 @@ inline void delta_rule_columns(const DeltaRuleArgs &args, const LiveRows &rows, 
   int64_t k_dim = args.rule.k_dim, v_dim = args.rule.v_dim, group = h / (args.rule.heads / args.rule.groups);
   float scale = 1.0f / __builtin_sqrtf((float)k_dim);
   float *own = workspace(kRecurrentState)->reserve<float>(k_dim * kColumns);
-  float *query = workspace(kRecurrentInputs)->reserve<float>(2 * k_dim), *key = query + k_dim;
+  float *inputs = workspace(kRecurrentInputs)->reserve<float>(4 * k_dim);
+  TokenInputs x = {inputs, inputs + k_dim, inputs + 2 * k_dim, inputs + (args.decays ? 3 : 1) * k_dim};
   const float *from = before + first;
   int64_t ld_from = v_dim;
   bool whole = n == kColumns;
@@ -89,8 +100,16 @@ inline void delta_rule_columns(const DeltaRuleArgs &args, const LiveRows &rows, 
   }
   for (int64_t i = 0; i < rows.count; i++) {
     int64_t t = rows.begin + i;
-    normalize_head(head_at(args.q, t, group), k_dim, scale, query);
-    normalize_head(head_at(args.k, t, group), k_dim, 1.0f, key);
+    normalize_head(head_at(args.q, t, group), k_dim, scale, x.query);
+    normalize_head(head_at(args.k, t, group), k_dim, 1.0f, x.key);
+    if (args.decays) {
+      const float *decays = args.decays + t * args.ld_decays + h * k_dim;
+      for_each_register(k_dim, [&](int64_t c, int64_t m) __attribute__((always_inline)) {
+        Floats remains = vexp(load_floats(decays + c, m));
+        store_floats(x.remains + c, remains, m);
+        store_floats(x.recall + c, remains * load_floats(x.key + c, m), m);
+      });
+    }
     Floats v[R], y[R];
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++)
@@ -98,7 +117,10 @@ inline void delta_rule_columns(const DeltaRuleArgs &args, const LiveRows &rows, 
     bool to_result = whole && i + 1 == rows.count;
     float *to = to_result ? after + first : own;
     int64_t ld_to = to_result ? v_dim : kColumns;
-    delta_rule_token<R>(from, ld_from, to, ld_to, k_dim, query, key, v, gates(t, h), y);
+    if (args.decays)
+      delta_rule_token<R, true>(from, ld_from, to, ld_to, k_dim, x, v, gates(t, h), y);
+    else
+      delta_rule_token<R, false>(from, ld_from, to, ld_to, k_dim, x, v, gates(t, h), y);
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++)
       store_floats(args.y + (t * args.rule.heads + h) * v_dim + first + r * kRegisterLanes, y[r], n - r * kRegisterLanes);

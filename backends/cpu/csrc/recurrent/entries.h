@@ -14,14 +14,18 @@ void causal_conv1d_entry(const ip_convolution *conv, const ip_sequences *s, cons
               [&](Team &team) { causal_conv1d(team, *conv, *s, x, ldx, before, after, y); });
 }
 
-// `ip_delta_rule_gates`: decay and beta [tokens, heads].
+// `ip_delta_rule_gates`: decay [tokens, heads], or [tokens, heads, channels], and beta [tokens, heads].
 void delta_rule_gates_entry(const float *a_log, const float *dt_bias, const bf16 *a, int64_t lda, const bf16 *b,
-                            int64_t ldb, int64_t tokens, int64_t heads, float *decay, float *beta) {
-  run_on_team(tokens * heads * 16, [&](Team &team) {
+                            int64_t ldb, int64_t tokens, int64_t heads, int64_t channels, float *decay, float *beta) {
+  run_on_team(tokens * heads * max64(1, channels) * 16, [&](Team &team) {
     team.for_each_chunk(tokens, 16, [&](int64_t first, int64_t last) {
       for (int64_t t = first; t < last; t++)
         for (int64_t h = 0; h < heads; h++) {
-          decay[t * heads + h] = delta_rule_decay(a_log[h], dt_bias[h], bf16_to_float(a[t * lda + h]));
+          if (channels)
+            channel_decays(a_log[h], dt_bias + h * channels, a + t * lda + h * channels, channels,
+                           decay + (t * heads + h) * channels);
+          else
+            decay[t * heads + h] = delta_rule_decay(a_log[h], dt_bias[h], bf16_to_float(a[t * lda + h]));
           beta[t * heads + h] = delta_rule_beta(bf16_to_float(b[t * ldb + h]));
         }
     });
@@ -32,10 +36,11 @@ void delta_rule_gates_entry(const float *a_log, const float *dt_bias, const bf16
 void gated_delta_rule_entry(const ip_delta_rule *rule, const ip_sequences *s, const ip_head_rows *qkv,
                             const float *decay, int64_t ld_decay, const float *beta, int64_t ld_beta,
                             const float *before, float *after, bf16 *y) {
-  DeltaRuleArgs args = {*rule, qkv[0], qkv[1], qkv[2], before, after, y};
+  DeltaRuleArgs args = {*rule, qkv[0], qkv[1], qkv[2], before, after, y, rule->by_channel ? decay : nullptr, ld_decay};
   run_on_team(count_rows(*s) * rule->heads * rule->k_dim * rule->v_dim, [&](Team &team) {
     gated_delta_rule(team, args, *s, [&](int64_t t, int64_t h) {
-      return DeltaRuleGates{__builtin_expf(decay[t * ld_decay + h]), beta[t * ld_beta + h]};
+      float remains = rule->by_channel ? 1.0f : __builtin_expf(decay[t * ld_decay + h]);
+      return DeltaRuleGates{remains, beta[t * ld_beta + h]};
     });
   });
 }

@@ -10,28 +10,31 @@
 namespace {
 
 // Rows [m, ...] between the parts of a mixer, which the team shares: projections; inputs and results of the convolution;
-// results of the recurrence; rows for the last product.
+// results of the recurrence; rows for the last product; of Kimi's gates the low rank, the gates, and decays by channel.
 struct MixerBuffers {
-  bf16 *projected, *gates, *inputs, *convolved, *recurred, *mixed;
+  bf16 *projected, *gates, *inputs, *convolved, *recurred, *mixed, *low, *gate;
+  float *decays;
 };
 
 // Reserves buffers for each of `count` mixers with m tokens: mixer_at(i) points to it, or is null. `recurred` and `mixed` are zeros: rows of padding are
 // skipped, and what follows must not read memory that was never written.
 template <class MixerAt>
 MixerBuffers reserve_mixer_buffers(int64_t count, MixerAt mixer_at, int64_t m, Workspace *memory) {
-  int64_t projected = 0, gates = 0, channels = 0, inner = 0;
+  int64_t projected = 0, gates = 0, channels = 0, inner = 0, low = 0, gate = 0, decays = 0;
   for (int64_t i = 0; i < count; i++) {
     const ip_mixer *mixer = mixer_at(i);
     if (!mixer) continue;
     projected = max64(projected, mixer->proj.n), gates = max64(gates, mixer->gates.n);
     channels = max64(channels, mixer->conv.channels), inner = max64(inner, mixer->o.k);
+    low = max64(low, mixer->low.n), gate = max64(gate, mixer->gate_up.n), decays = max64(decays, mixer->decay_up.n);
   }
   MixerBuffers b = {};
-  bf16 **each[] = {&b.projected, &b.gates, &b.inputs, &b.convolved, &b.recurred, &b.mixed};
-  int64_t rows[] = {projected, gates, channels, channels, inner, inner}, size = 0;
+  bf16 **each[] = {&b.projected, &b.gates, &b.inputs, &b.convolved, &b.recurred, &b.mixed, &b.low, &b.gate};
+  int64_t rows[] = {projected, gates, channels, channels, inner, inner, low, gate}, size = 2 * m * decays;
   for (int64_t n : rows) size += round_up(m * n, kLanes);
   bf16 *at = memory->reserve<bf16>(size);
-  for (int i = 0; i < 6; at += round_up(m * rows[i++], kLanes)) *each[i] = at;
+  for (int i = 0; i < 8; at += round_up(m * rows[i++], kLanes)) *each[i] = at;
+  b.decays = (float *)at;
   if (!inner) return b;
   memset(b.recurred, 0, (size_t)(m * inner) * sizeof(bf16));
   memset(b.mixed, 0, (size_t)(m * inner) * sizeof(bf16));
@@ -60,6 +63,7 @@ inline void project_inputs(Team &team, const ip_mixer &mixer, const bf16 *x, int
         });
   }
   if (mixer.gates.n) linear(team, mixer.gates, x, w.k, m, buffers.gates, mixer.gates.n, 0);
+  if (mixer.low.n) linear(team, mixer.low, x, w.k, m, buffers.low, mixer.low.n, 0);
 }
 
 // A gated delta net after its projections; complete after the next `barrier`, as all of these functions.
@@ -89,7 +93,9 @@ inline void mix_delta_net(Team &team, const ip_mixer &mixer, const ip_sequences 
                         {b.convolved + 2 * keys, channels, v_dim},
                         states,
                         states,
-                        b.recurred};
+                        b.recurred,
+                        nullptr,
+                        0};
   gated_delta_rule(team, args, s, [&](int64_t t, int64_t h) {
     const bf16 *row = b.gates + t * 2 * rule.heads + (mixer.grouped ? h / each * 2 * each + h % each : h);
     float decay = delta_rule_decay(mixer.a_log[h], mixer.dt_bias[h],
@@ -104,6 +110,42 @@ inline void mix_delta_net(Team &team, const ip_mixer &mixer, const ip_sequences 
         return b.projected + t * all + at;
       },
       m, rule.heads, v_dim, b.mixed);
+}
+
+// Kimi Delta Attention after its projections.
+inline void mix_kimi_delta(Team &team, const ip_mixer &mixer, const ip_sequences &s, bf16 *conv_states, float *states,
+                           int64_t m, const MixerBuffers &b) {
+  const ip_delta_rule &rule = mixer.rule;
+  int64_t heads = rule.heads, dim = rule.k_dim, inner = heads * dim, low = mixer.low.n, channels = mixer.conv.channels;
+  causal_conv1d(team, mixer.conv, s, b.projected, channels, conv_states, conv_states, b.convolved);
+  multiply(
+      team, mixer.decay_up, m, [&](int64_t i) { return b.low + i * low; },
+      [&](int64_t i, int64_t j, int64_t n, float *sums) {
+        add_bias(mixer.decay_up, j, n, sums);
+        for (int64_t c = 0; c < n; c++) sums[c] = bf16_to_float(float_to_bf16(sums[c]));
+        for (int64_t c = j, part; c < j + n; c += part) {
+          part = min64(j + n, (c / dim + 1) * dim) - c;
+          channel_decays(mixer.a_log[c / dim], mixer.dt_bias + c, sums + c - j, part, b.decays + i * inner + c);
+        }
+      });
+  linear(team, mixer.gate_up, b.low + low / 2, low, m, b.gate, inner, 0);
+  team.barrier();
+  DeltaRuleArgs args = {rule,
+                        {b.convolved, channels, dim},
+                        {b.convolved + inner, channels, dim},
+                        {b.convolved + 2 * inner, channels, dim},
+                        states,
+                        states,
+                        b.recurred,
+                        b.decays,
+                        inner};
+  gated_delta_rule(team, args, s, [&](int64_t t, int64_t h) {
+    return DeltaRuleGates{1.0f, delta_rule_beta(bf16_to_float(b.gates[t * heads + h]))};
+  });
+  team.barrier();
+  gated_norm(
+      team, mixer.norm, [&](int64_t t, int64_t h) { return b.recurred + t * inner + h * dim; },
+      [&](int64_t t, int64_t h) { return b.gate + t * inner + h * dim; }, m, heads, dim, b.mixed);
 }
 
 // A Mamba-2 mixer after its projection.
@@ -160,6 +202,7 @@ inline void mix_tokens(Team &team, const ip_mixer &mixer, const ip_sequences &s,
   team.barrier();
   switch (mixer.kind) {
     case IP_DELTA_NET: mix_delta_net(team, mixer, s, conv_states, states, m, buffers); break;
+    case IP_KIMI_DELTA: mix_kimi_delta(team, mixer, s, conv_states, states, m, buffers); break;
     case IP_MAMBA2: mix_mamba2(team, mixer, s, conv_states, states, m, buffers); break;
     default: mix_short_conv(team, mixer, s, conv_states, buffers);
   }

@@ -26,6 +26,14 @@ inline float softplus(float x) {
   return (x > 0.0f ? x : 0.0f) + __builtin_log1pf(__builtin_expf(-__builtin_fabsf(x)));
 }
 
+// log(1 + exp(x)) of each lane, to about 2e-7 of the result. With s = u / (2 + u), log(1 + u) = 2 (s + s^3 / 3 + ...).
+inline Floats softplus(Floats x) {
+  Floats u = vexp(x > 0.0f ? -x : x), s = u / (2.0f + u), square = s * s, sum = splat_floats(1.0f / 15);
+#pragma GCC unroll 7
+  for (int n = 13; n > 0; n -= 2) sum = fma(sum, square, splat_floats(1.0f / (float)n));
+  return (x > 0.0f ? x : Floats{}) + 2.0f * s * sum;
+}
+
 // Entries of head h of a token.
 inline const bf16 *head_at(const ip_head_rows &rows, int64_t token, int64_t h) {
   return rows.data + token * rows.row + h * rows.head;

@@ -23,7 +23,13 @@ from inferplane_cpu.kernels.packing import (
     prepare_any_order,
 )
 from inferplane_cpu.kernels.panel_storage import MXFP4_PACKING, PACKING
-from inferplane_cpu.kernels.recurrent_block import has_native_mixer, has_native_states, has_plain_gates, list_linear_ops
+from inferplane_cpu.kernels.recurrent_block import (
+    has_native_mixer,
+    has_native_states,
+    has_plain_gates,
+    list_gate_ops,
+    list_linear_ops,
+)
 from inferplane_cpu.native import library
 
 KERNELS = Kernels()
@@ -130,7 +136,7 @@ def _has_kv_b_in(op: Any, formats: tuple[str, ...]) -> bool:
 
 def _list_packed_weights(op: Any) -> list[Any]:
     """Weights that kernels for quantized ones read in panels."""
-    gates = [op.attn.mixer.ba] if op.attn.has_recurrence and op.attn.mixer.is_delta_net else []
+    gates = list_gate_ops(op.attn.mixer) if op.attn.has_recurrence else []
     return [*(x.weight for x in _linear_ops(op) if not any(x is y for y in gates)), *_expert_weights(op)]
 
 

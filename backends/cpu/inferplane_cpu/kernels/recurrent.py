@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from inferplane_cpu.structs import Convolution, DeltaRule, HeadRows, NormWithGat
 KERNELS = Kernels()
 NATIVE = When(dtypes=(torch.bfloat16,), features=("native",))
 OPTIONS: dict[str, Any] = {"when": NATIVE, "rank": RANK_PORTABLE, "batch_invariant": True}
+BY_CHANNEL = ("delta_rule_gates.by_channel", "gated_delta_rule.by_channel", "gated_rms_norm.act")
+"""What delta rules with a decay for each channel have, as `When.extensions` lists it."""
+CHANNELS: dict[str, Any] = {**OPTIONS, "when": replace(NATIVE, extensions=BY_CHANNEL)}
 Described = tuple[Any, tuple[torch.Tensor | None, ...]]
 """A struct, and the tensors that it points to."""
 
@@ -52,14 +56,14 @@ def describe_scan(op: Any) -> Described:
 def describe_norm(op: Any) -> Described:
     """An op `gated_rms_norm` or `silu_gate` as the library reads it."""
     if not hasattr(op, "weight"):
-        return NormWithGate(None, 1, 0.0, False), ()
+        return NormWithGate(None, 1, 0.0, False, False), ()
     weight = _in_float(op.weight)
-    return NormWithGate(weight.data_ptr(), op.groups, op.eps, op.gate_first), (weight,)
+    return NormWithGate(weight.data_ptr(), op.groups, op.eps, op.gate_first, op.act == "sigmoid"), (weight,)
 
 
 def describe_rule(op: Any) -> DeltaRule:
     """An op `gated_delta_rule` as the library reads it."""
-    return DeltaRule(*op.heads, *op.dims)
+    return DeltaRule(*op.heads, *op.dims, op.by_channel)
 
 
 def describe_gates(op: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,20 +92,21 @@ def causal_conv1d(view: Any, x: torch.Tensor, batch: Batch, state: torch.Tensor)
     return y, after
 
 
-@KERNELS("delta_rule_gates", "native", **OPTIONS)
+@KERNELS("delta_rule_gates", "native", **CHANNELS)
 def delta_rule_gates(view: Any, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """In float32."""
     a_log, dt_bias = view.once("inferplane_cpu.gates", describe_gates, view)
     a, b = _dense(a), _dense(b)
-    decay, beta = (torch.empty(a.shape, dtype=torch.float32) for _ in range(2))
+    decay, beta = (torch.empty(rows.shape, dtype=torch.float32) for rows in (a, b))
     rows = a.data_ptr(), a.stride(0), b.data_ptr(), b.stride(0)
+    channels = a.shape[1] // b.shape[1] if view.by_channel else 0
     library().ip_delta_rule_gates(
-        a_log.data_ptr(), dt_bias.data_ptr(), *rows, *a.shape, decay.data_ptr(), beta.data_ptr()
+        a_log.data_ptr(), dt_bias.data_ptr(), *rows, *b.shape, channels, decay.data_ptr(), beta.data_ptr()
     )
     return decay, beta
 
 
-@KERNELS("gated_delta_rule", "native", **OPTIONS)
+@KERNELS("gated_delta_rule", "native", **CHANNELS)
 def gated_delta_rule(
     view: Any,
     q: torch.Tensor,
@@ -132,7 +137,7 @@ def _gate(view: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return y
 
 
-@KERNELS("gated_rms_norm", "native", **OPTIONS)
+@KERNELS("gated_rms_norm", "native", **CHANNELS)
 def gated_rms_norm(view: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """Row by row, sums in one order."""
     return _gate(view, x, gate)

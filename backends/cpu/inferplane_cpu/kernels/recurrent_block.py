@@ -16,6 +16,7 @@ from inferplane_cpu.kernels.packing import (
 )
 from inferplane_cpu.kernels.panel_storage import PACKING
 from inferplane_cpu.kernels.recurrent import (
+    BY_CHANNEL,
     describe_convolution,
     describe_gates,
     describe_norm,
@@ -26,23 +27,30 @@ from inferplane_cpu.native import library
 from inferplane_cpu.structs import Mixer, Sequences
 
 KERNELS = Kernels()
-DELTA_NET, MAMBA2, SHORT_CONV = range(3)
+DELTA_NET, MAMBA2, SHORT_CONV, KIMI_DELTA = range(4)
 """`ip_mixer_kind`."""
-PACKED_FIELDS = ("proj", "qkvz", "o")
-"""Linear layers of mixers that may be of 8 or 4 bits; `ba`, a few rows a head, has plain weights beside them."""
-EXTENSIONS = ("mamba2_mixer.factors", "silu_gate")
+PACKED_FIELDS = ("proj", "qkvz", "qkv", "o")
+"""Linear layers of mixers that may be of 8 or 4 bits."""
+GATE_FIELDS = ("ba", "b", "fg_a", "f_b", "g_b")
+"""Linear layers of gates and decays, a few rows a head or of a low rank, which have plain weights beside them."""
+EXTENSIONS = ("mamba2_mixer.factors", "silu_gate", "kimi_delta_attention", *BY_CHANNEL)
 """What mixers have besides what the op got first, as `When.extensions` lists it."""
 
 
 def list_linear_ops(mixer: Any) -> list[Any]:
     """The linear layers of a mixer."""
-    return [getattr(mixer, name) for name in (*PACKED_FIELDS, "ba") if hasattr(mixer, name)]
+    return [getattr(mixer, name) for name in (*PACKED_FIELDS, *GATE_FIELDS) if hasattr(mixer, name)]
+
+
+def list_gate_ops(mixer: Any) -> list[Any]:
+    """Those of gates and decays."""
+    return [getattr(mixer, name) for name in GATE_FIELDS if hasattr(mixer, name)]
 
 
 def has_native_mixer(block: Any) -> bool:
     """Whether the library knows a recurrent block's mixer, with activations and results in bfloat16."""
     mixer = block.mixer
-    is_known = mixer.is_delta_net or mixer.is_mamba2 or mixer.is_short_convolution
+    is_known = mixer.is_delta_net or mixer.is_kimi_delta_attention or mixer.is_mamba2 or mixer.is_short_convolution
     return is_known and all(x.activation_quant is None and x.out_dtype is None for x in list_linear_ops(mixer))
 
 
@@ -64,28 +72,36 @@ def list_packed_weights(mixer: Any) -> list[Any]:
 
 
 def has_plain_gates(block: Any) -> bool:
-    """Whether what a delta net computes gates with is not quantized."""
-    return not block.mixer.is_delta_net or block.mixer.ba.weight.format == PLAIN
+    """Whether what a mixer computes gates and decays with is not quantized."""
+    return all(x.weight.format == PLAIN for x in list_gate_ops(block.mixer))
 
 
 def has_packed_mixer(block: Any) -> bool:
-    """Whether all its linear layers but `ba` are of 8 or 4 bits."""
+    """Whether all its linear layers but those of gates are of 8 or 4 bits."""
     packed = all(weight.format in PANEL_FORMATS for weight in list_packed_weights(block.mixer))
     return packed and has_plain_gates(block)
 
 
 NEEDS = (
-    ("a gated delta net, a Mamba-2 mixer or a short convolution with plain activations", has_native_mixer),
+    (
+        "a gated delta net, Kimi Delta Attention, a Mamba-2 mixer or a short convolution with plain activations",
+        has_native_mixer,
+    ),
     ("bfloat16 weights", has_native_weights),
     ("states in bfloat16 and float32", has_native_states),
 )
 PACKED = ("8 or 4 bits in all its linear layers but that of gates", has_packed_mixer)
+KINDS = {"qkvz": DELTA_NET, "qkv": KIMI_DELTA, "scan": MAMBA2}
+"""Field that only mixers of a kind have -> the kind."""
+GATES_OF_DELTA_NET = {"gates": "ba"}
+GATES_OF_KIMI_DELTA = {"gates": "b", "low": "fg_a", "decay_up": "f_b", "gate_up": "g_b"}
+"""Field of `Mixer` -> a view's, for linear layers of gates and decays."""
 PACKS = {f"mixer.{name}.weight": PACKING for name in PACKED_FIELDS}
 
 
 def describe_mixer(view: Any, adapt: Any) -> Mixer:
     """The mixer of a view as the library reads it."""
-    kind = DELTA_NET if hasattr(view, "rule") else MAMBA2 if hasattr(view, "scan") else SHORT_CONV
+    kind = next((kind for field, kind in KINDS.items() if hasattr(view, field)), SHORT_CONV)
     made = Mixer(kind=kind)
     made.memory = []
 
@@ -98,10 +114,13 @@ def describe_mixer(view: Any, adapt: Any) -> Mixer:
         return described[0]
 
     made.conv, made.o = struct(describe_convolution(view.conv)), matrix(view.o)
-    made.proj = matrix(view.qkvz if kind == DELTA_NET else view.proj)
-    if kind == DELTA_NET:
-        made.gates = matrix(view.ba, None if adapt is with_int8_activations else adapt)
-        made.rule, made.grouped = describe_rule(view.rule), view.grouped
+    made.proj = matrix(getattr(view, {DELTA_NET: "qkvz", KIMI_DELTA: "qkv"}.get(kind, "proj")))
+    if kind in (DELTA_NET, KIMI_DELTA):
+        plain = None if adapt is with_int8_activations else adapt
+        fields = GATES_OF_DELTA_NET if kind == DELTA_NET else GATES_OF_KIMI_DELTA
+        for field, name in fields.items():
+            setattr(made, field, matrix(getattr(view, name), plain))
+        made.rule, made.grouped = describe_rule(view.rule), kind == DELTA_NET and view.grouped
         made.memory.append(gates := describe_gates(view.gates))
         made.a_log, made.dt_bias = (weight.data_ptr() for weight in gates)
     if kind == MAMBA2:

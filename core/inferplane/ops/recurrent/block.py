@@ -78,9 +78,13 @@ class RecurrentBlock(Op, name="recurrent_block", extension=True):
         return [_sample(s) for s in (*plain, *quantized)]
 
 
+GATES = ("ba", "b", "fg_a", "f_b", "g_b")
+"""Fields of mixers with the linear layers of gates and decays, which have few rows or a low rank: they stay plain."""
+
+
 def quantize_mixer(mixer: Any, format: str) -> Any:
-    """A sample's mixer with its linear layers in another format, but for those with a row or two a head."""
-    linears = {name: x for name, x in mixer.items() if isinstance(x, Linear) and name not in ("ba", "b")}
+    """A sample's mixer with its linear layers in another format, but for those of gates."""
+    linears = {name: value for name, value in mixer.items() if isinstance(value, Linear) and name not in GATES}
     quantized = {name: replace(x, weight=replace(x.weight, format=format)) for name, x in linears.items()}
     return replace(mixer, **quantized)
 
