@@ -16,8 +16,10 @@ DENSE = ["olmo2-plain", "phi3-partial", "glm4-half", "cohere-heads", "arcee-plai
 MIXTURES = [f"{family}-{next(iter(CASES[family]))}" for family in EXPERTS]
 STATES = ["qwen3_5-plain", "nemotron_h-mixed", "kimi_linear-mixed"]
 
+VALUES = ["mimo_v2_flash-mixed"]
 
-@pytest.mark.parametrize("case", [*DENSE, *MIXTURES, *STATES])
+
+@pytest.mark.parametrize("case", [*DENSE, *MIXTURES, *STATES, *VALUES])
 def test_two_ranks_answer_as_one(case, tmp_path):
     make(*case.split("-"), tmp_path / "model")
     with LLM(tmp_path / "model", device="cpu", dtype="float32", max_num_seqs=3, max_num_batched_tokens=48) as llm:

@@ -153,6 +153,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 20,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
+    "mimo_v2_flash": {
+        **_SMALL,
+        "architectures": ["MiMoV2FlashForCausalLM"],
+        "head_dim": 96,
+        "v_head_dim": 64,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "sliding_window": 20,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64,
+    },
     "qwen2_vl": {**_SMALL, "architectures": ["Qwen2VLForConditionalGeneration"]},
     "qwen2_5_vl": {**_SMALL, "architectures": ["Qwen2_5_VLForConditionalGeneration"]},
     "qwen3_vl": {**_SMALL, "architectures": ["Qwen3VLForConditionalGeneration"]},
@@ -279,9 +290,9 @@ EXPERTS = (
     *("qwen3_moe", "mixtral", "qwen2_moe", "dots1", "ernie4_5_moe", "glm4_moe_lite", "glm4_moe", "solar_open"),
     *("minimax_m2", "olmoe", "flex_olmo", "hunyuan_v1_moe", "granitemoe", "granitemoeshared", "gpt_oss"),
     *("deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_5_moe", "granitemoehybrid", "lfm2_moe", "llama4", "phimoe"),
-    *("qwen3_vl_moe", "glm4v_moe", "kimi_linear"),
+    *("qwen3_vl_moe", "glm4v_moe", "kimi_linear", "mimo_v2_flash"),
 )
-COMPOSED_ATTENTION = ("gpt_oss", "gemma2", "llama4")
+COMPOSED_ATTENTION = ("gpt_oss", "gemma2", "llama4", "mimo_v2_flash")
 """Families with sinks, a soft cap or chunks: core composes their attention where a backend's kernels do not compute
 these."""
 RECURRENT = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -144,6 +145,7 @@ class Attention(Op, name="attention", hot=True):
         g1 = KVRequest("gqa", 1, 128, 128)
         g4 = KVRequest("gqa", 4, 32, 32)
         window = KVRequest("gqa", 2, 64, 64, window=20)
+        narrow = KVRequest("gqa", 2, 96, 64, window=20)
 
         def sample(
             label: str,
@@ -179,6 +181,9 @@ class Attention(Op, name="attention", hot=True):
             sample("softcap_window", window, 4, [(33, 0), (9, 90)], "many", softcap=0.3),
             sample("chunk_decode", window, 4, [(1, 90), (3, 12), (1, 40), (1, 39)], "few", chunk=20),
             sample("chunk_prefill", window, 4, [(60, 0), (15, 45), (33, 20)], "many", chunk=20),
+            sample("values_decode", replace(narrow, window=None), 4, [(1, 5), (3, 90)], "few"),
+            sample("values_sinks_decode", narrow, 4, [(1, 90), (2, 12)], "few", sinks=placeholder(4)),
+            sample("values_prefill", narrow, 4, [(33, 0), (15, 40)], "many"),
             sample("sinks_softcap", g4, 8, [(20, 0), (13, 40)], "many", sinks=placeholder(8), softcap=0.7),
         ]
 
@@ -247,7 +252,8 @@ class GQABlock(Op, name="gqa_block"):
 
     `q, k, v = split(qkv(x)); q = enter(q, k, v); y = o(attend(q))`. `enter` applies the model's norms on q and k, if
     any, rotates, and writes the cache. Sequences with few query tokens attend by `few`, the others by `many`. With
-    `output_gate` each head has a gate beside its query, and `y = o(attend(q) * sigmoid(gate))`.
+    `output_gate` each head has a gate beside its query, and `y = o(attend(q) * sigmoid(gate))`. With `v_factor` v is
+    multiplied by it first, in float32, and rounded.
 
     Args of the call:
         x: `[T, D]`. batch: the step. kv: the layer's cache, changed.
@@ -255,10 +261,12 @@ class GQABlock(Op, name="gqa_block"):
     Returns:
         `[T, D]` in the dtype of `x`.
 
-    Fields: `qkv` linear D -> (H + 2 G) d, rows q then k then v; `o` linear H d -> D; `heads` (H, G); `head_dim` d;
-    `output_gate`: `qkv` then has (2 H + 2 G) d rows, the d of each head's gate after those of its query.
+    Fields: `qkv` linear D -> (H + G) d + G dv, rows q then k then v; `o` linear H dv -> D; `heads` (H, G); `head_dim`
+    d; `v_dim` dv, or None for d; `v_factor`; `output_gate`: `qkv` then has H d rows more, the d of each head's gate
+    after those of its query.
 
-    Source: GQA, arXiv 2305.13245; norms on q and k as in Qwen3, arXiv 2505.09388; gates, arXiv 2505.06708.
+    Source: GQA, arXiv 2305.13245; norms on q and k as in Qwen3, arXiv 2505.09388; gates, arXiv 2505.06708; values of
+    another width, with a factor, as in MiMo-V2-Flash, arXiv 2601.02780.
     """
 
     tolerance = BLOCK
@@ -273,15 +281,18 @@ class GQABlock(Op, name="gqa_block"):
     head_dim: int
     reduce: AllReduce | None = None
     output_gate: bool = extension(False)
+    v_dim: int | None = extension(None)
+    v_factor: float = extension(1.0)
 
     def __call__(self, x: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
-        h, g = self.heads
-        projected, gate = self.qkv(x).view(x.shape[0], -1, self.head_dim), None
+        (h, g), dim = self.heads, self.head_dim
+        queries, gate = h * (2 if self.output_gate else 1), None
+        q, k, v = self.qkv(x).split((queries * dim, g * dim, g * (self.v_dim or dim)), 1)
+        q, k, v = (part.unflatten(1, (n, -1)) for part, n in ((q, queries), (k, g), (v, g)))
         if self.output_gate:
-            q, k, v = projected.split((2 * h, g, g), 1)
             q, gate = q.unflatten(1, (h, 2)).unbind(2)
-        else:
-            q, k, v = projected.split((h, g, g), 1)
+        if self.v_factor != 1:
+            v = (v.float() * self.v_factor).to(v.dtype)
         q = self.enter(q, k, v, batch, kv)
         y = each_range(batch, (q,), self.few, self.many, kv)
         if gate is not None:
@@ -295,24 +306,26 @@ class GQABlock(Op, name="gqa_block"):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Decode, prefill and a mixture; with norms on q and k; with gates."""
-        request = KVRequest("gqa", 2, 32, 32)
+        """Decode, prefill and a mixture; with norms on q and k; with gates; with narrow values and a factor."""
 
-        def block(norms: bool, *, gate: bool = False) -> GQABlock:
+        def block(norms: bool, *, gate: bool = False, v_dim: int | None = None, v_factor: float = 1.0) -> GQABlock:
             norm = lambda: RMSNorm(placeholder(32), 1e-6) if norms else None  # noqa: E731
+            request = KVRequest("gqa", 2, 32, v_dim or 32)
             return GQABlock(
-                qkv=Linear(placeholder((4 + 4 + 4 * gate) * 32, 64)),
-                o=Linear(placeholder(64, 128)),
+                qkv=Linear(placeholder((4 + 2 + 4 * gate) * 32 + 2 * (v_dim or 32), 64)),
+                o=Linear(placeholder(64, 4 * (v_dim or 32))),
                 enter=NormRopeWrite(Rope(rope_table(32)), KVWrite(request), norm(), norm()),
                 few=Attention(4, 32**-0.5, request, "few"),
                 many=Attention(4, 32**-0.5, request, "many"),
                 heads=(4, 2),
                 head_dim=32,
                 output_gate=gate,
+                v_dim=v_dim,
+                v_factor=v_factor,
             )
 
         def sample(label: str, op: GQABlock, sequences: Sequences, kind: StepKind) -> Sample:
-            return Sample(label, op, step_inputs(request, sequences, lambda d, t: (d.normal(t, 64),)), kind)
+            return Sample(label, op, step_inputs(op.few.kv, sequences, lambda d, t: (d.normal(t, 64),)), kind)
 
         return [
             sample("decode", block(False), [(1, 9), (3, 70)], "decode"),
@@ -321,4 +334,6 @@ class GQABlock(Op, name="gqa_block"):
             sample("qk_norm", block(True), [(1, 10), (17, 5)], "mixed"),
             sample("gate_decode", block(True, gate=True), [(1, 9), (3, 70)], "decode"),
             sample("gate_mixed", block(False, gate=True), [(1, 10), (17, 5)], "mixed"),
+            sample("values_decode", block(False, v_dim=16, v_factor=0.7), [(1, 9), (3, 70)], "decode"),
+            sample("values_mixed", block(False, v_dim=24), [(1, 10), (17, 5)], "mixed"),
         ]

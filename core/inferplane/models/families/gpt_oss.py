@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from inferplane.models.build import Build
@@ -12,9 +10,10 @@ from inferplane.models.parts import (
     experts_per_token,
     grouped_query_attention,
     layer_windows,
+    with_sinks,
 )
 from inferplane.models.registry import architecture
-from inferplane.ops import CausalLM, ClampedExperts, GQABlock, MoE, MoERoute
+from inferplane.ops import CausalLM, ClampedExperts, MoE, MoERoute
 from inferplane.types import Shard, Weight
 
 COUNT = "num_local_experts"
@@ -59,12 +58,7 @@ def gpt_oss(build: Build) -> CausalLM:
     # The softmax over the chosen experts' logits is that over all experts, divided by the sum over the chosen.
     route = MoERoute(None, experts_per_token(config, COUNT), "softmax")
 
-    def attend(i: int, name: str) -> GQABlock:
-        block = attention(i, name)
-        sinks = Weight((f"{name}.sinks",), (block.few.heads,), shard=build.shard(0))
-        return replace(block, few=replace(block.few, sinks=sinks), many=replace(block.many, sinks=sinks))
-
-    return decoder_model(build, attend, lambda i, name: _experts(build, name, route))
+    return decoder_model(build, with_sinks(build, attention), lambda i, name: _experts(build, name, route))
 
 
 def _experts(build: Build, name: str, route: MoERoute) -> MoE:

@@ -5,10 +5,12 @@ from inferplane.models.parts.attention import (
     HeadNorms,
     Window,
     attention_with_gates,
+    attention_with_values,
     grouped_query_attention,
     latent_attention,
     layer_windows,
     sliding_window,
+    with_sinks,
 )
 from inferplane.models.parts.experts import (
     SharedExperts,
@@ -51,6 +53,7 @@ __all__ = [
     "SharedExperts",
     "Window",
     "attention_with_gates",
+    "attention_with_values",
     "decoder_layer",
     "decoder_model",
     "dense_mlp",
@@ -79,4 +82,5 @@ __all__ = [
     "short_convolution",
     "sliding_window",
     "softmax_experts",
+    "with_sinks",
 ]

@@ -158,6 +158,59 @@ def attention_with_gates(build: Build) -> Callable[[int, str], ops.GQABlock]:
     return block
 
 
+def attention_with_values(
+    build: Build, attention: Callable[[int, str], ops.GQABlock], v_dim: int, *, factor: float = 1.0, bias: bool = False
+) -> Callable[[int, str], ops.GQABlock]:
+    """Return a function that builds a layer's attention as another one does, with values of another width than keys.
+
+    Args:
+        build: its config gives the sizes.
+        attention: builds a layer's attention with values of the keys' width, and without a bias of the output.
+        v_dim: entries of a head's values.
+        factor: on the values.
+        bias: whether q, k and v have biases.
+    """
+    width = build.config.size("hidden_size")
+
+    def block(i: int, name: str) -> ops.GQABlock:
+        plain = attention(i, name)
+        (heads, kv_heads), dim, request = plain.heads, plain.head_dim, replace(plain.few.kv, v_dim=v_dim)
+        rows = (heads * dim, kv_heads * dim, kv_heads * v_dim)
+        shards = tuple(plain.qkv.weight.shard_of(part) for part in range(3))
+        names = [f"{name}.{part}_proj" for part in "qkv"]
+        return replace(
+            plain,
+            qkv=build.linear(*names, rows=rows, columns=width, bias=bias, shards=shards),
+            o=build.linear(f"{name}.o_proj", rows=width, columns=heads * v_dim, axis=1),
+            enter=replace(plain.enter, write=ops.KVWrite(request)),
+            few=replace(plain.few, kv=request),
+            many=replace(plain.many, kv=request),
+            v_dim=v_dim,
+            v_factor=factor,
+        )
+
+    return block
+
+
+def with_sinks(
+    build: Build, attention: Callable[[int, str], ops.GQABlock], name: str = "sinks"
+) -> Callable[[int, str], ops.GQABlock]:
+    """Return a function that builds a layer's attention as another one does, with a sink for each head.
+
+    Args:
+        build: divides the heads over ranks.
+        attention: builds a layer's attention.
+        name: of the sinks in the checkpoint, below the attention.
+    """
+
+    def block(i: int, at: str) -> ops.GQABlock:
+        plain = attention(i, at)
+        sinks = Weight((f"{at}.{name}",), (plain.few.heads,), shard=build.shard(0))
+        return replace(plain, few=replace(plain.few, sinks=sinks), many=replace(plain.many, sinks=sinks))
+
+    return block
+
+
 def latent_attention(
     build: Build, *, interleave: bool = True, rotates: bool = True
 ) -> Callable[[int, str], ops.MLABlock]:

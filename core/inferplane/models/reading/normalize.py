@@ -62,6 +62,7 @@ SPELLINGS: dict[str, Spelling] = {}
 """Architecture -> how its configs are written; each family registers its own (`registry.architecture`)."""
 
 _NULLABLE = {
+    "attention_value_scale",
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "head_dim",
