@@ -6,6 +6,13 @@ from typing import Any
 
 from tests.e2e.tiny_models import LLAMA3, YARN
 
+LONGCAT_SIZES = {
+    **dict.fromkeys(("num_hidden_layers", "intermediate_size", "num_key_value_heads"), ...),
+    **{"num_layers": 2, "ffn_hidden_size": 112, "expert_ffn_hidden_size": 40, "n_routed_experts": 6, "moe_topk": 3},
+    **{"q_lora_rank": 40, "kv_lora_rank": 48, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 24},
+    **{"head_dim": 16, "zero_expert_num": 3},
+}
+
 EXPERTS: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
     "dots1": (
         "Dots1Config",
@@ -362,6 +369,27 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
                 "vocab_size": 101,
                 "rope": YARN,
             },
+        },
+    ),
+    "longcat_flash": (
+        "LongcatFlashConfig",
+        LONGCAT_SIZES,
+        {
+            "mixed": {"moe_topk": 5},
+            "odd": {
+                "num_layers": 1,
+                "num_attention_heads": 3,
+                "n_routed_experts": 5,
+                "zero_expert_num": 1,
+                "moe_topk": 6,
+                "routed_scaling_factor": 0.7,
+                "v_head_dim": 20,
+                "qk_nope_head_dim": 12,
+                "attention_bias": True,
+                "vocab_size": 101,
+                "rope": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0},
+            },
+            "no_identities": {"zero_expert_num": 0, "tie_word_embeddings": True},
         },
     ),
 }

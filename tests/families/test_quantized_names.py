@@ -11,7 +11,14 @@ from inferplane.ops import Linear
 from inferplane.quant import online
 from tests.families import cases
 
-PLAIN = ("*.gate.weight", "*.gate.wg.weight", "*.router.weight", "*.router.layer.weight", "*.shared_expert_gate.weight")
+PLAIN = (
+    "*.gate.weight",
+    "*.gate.wg.weight",
+    "*.router.weight",
+    "*.router.layer.weight",
+    "*.router.classifier.weight",
+    "*.shared_expert_gate.weight",
+)
 """Routers and gates of shared experts."""
 RATES = ("*.in_proj_a.weight", "*.in_proj_b.weight", "*.in_proj_ba.weight", *online.GATES)
 """Rates of delta nets, a number a head, or a channel through a low rank."""

@@ -15,6 +15,7 @@ from inferplane.ops.forms.norms import AddNorm, LayerNorm, WidthRMSNorm
 from inferplane.ops.forms.rotated_activation import RotatedActivation, make_hadamard, rotate_blocks
 from inferplane.ops.forms.rotation import PartialRope, PrepareAttention
 from inferplane.ops.forms.scaled import ScaledEmbedding, ScaledHead
+from inferplane.ops.forms.shortcut import ShortcutLayer
 from inferplane.ops.kv_write import KVWrite
 from inferplane.ops.linear import GatedMLP, Linear, LMHead, SiluMul
 from inferplane.ops.mla import MLAAbsorbed, MLABlock, MLADims, MLAExpanded, MLAKVWrite, MLANormRopeWrite
@@ -94,6 +95,7 @@ __all__ = [
     "ScaledHead",
     "SelectiveScan",
     "ShortConv",
+    "ShortcutLayer",
     "SiluGate",
     "SiluMul",
     "WidthRMSNorm",

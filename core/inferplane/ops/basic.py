@@ -68,7 +68,7 @@ class Embedding(Op, name="embedding"):
 
 
 class RMSNorm(Op, name="rms_norm"):
-    """`y = x / sqrt(mean(x^2) + eps) * (weight + offset)` over the last dimension, in float32, rounded once.
+    """`y = x / sqrt(mean(x^2) + eps) * (weight + offset) * factor` over the last dimension, in float32, rounded once.
 
     Args of the call:
         x: `[..., D]` in the plan's dtype; rows may be strided.
@@ -77,9 +77,10 @@ class RMSNorm(Op, name="rms_norm"):
         The shape and dtype of `x`.
 
     Fields: `weight` `[D]`; `eps` added to the mean of squares; `offset` 0, or 1 where the weight is stored without its
-    1, with which it would be rounded.
+    1, with which it would be rounded; `factor`.
 
-    Source: Zhang and Sennrich, arXiv 1910.07467; offset as in Gemma, arXiv 2403.08295.
+    Source: Zhang and Sennrich, arXiv 1910.07467; offset as in Gemma, arXiv 2403.08295; factor as in LongCat-Flash,
+    arXiv 2509.01322.
     """
 
     tolerance = ROUNDED
@@ -88,11 +89,13 @@ class RMSNorm(Op, name="rms_norm"):
     weight: Weight
     eps: float
     offset: float = extension(0.0)
+    factor: float = extension(1.0)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         h = x.float()
         h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (h * (values(self.weight) + self.offset)).to(x.dtype)  # type: ignore[arg-type]
+        h = h * (values(self.weight) + self.offset)  # type: ignore[arg-type]
+        return (h if self.factor == 1 else h * self.factor).to(x.dtype)
 
     def tuning_inputs(self, draw: Draw, rows: int) -> tuple[Any, ...]:
         """See `Op.tuning_inputs`."""
@@ -105,7 +108,7 @@ class RMSNorm(Op, name="rms_norm"):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Rows of common and odd widths, large and small values, strided rows, heads as a middle dimension."""
+        """Rows of common and odd widths, large and small values, strided rows, heads in the middle; a factor."""
         at = lambda d: RMSNorm(placeholder(d), 1e-6)  # noqa: E731
         return [
             Sample("t3_d64", at(64), lambda d: (d.normal(3, 64),)),
@@ -115,6 +118,7 @@ class RMSNorm(Op, name="rms_norm"):
             Sample("heads", at(128), lambda d: (d.normal(5, 3, 128),)),
             Sample("small", at(64), lambda d: (d.normal(4, 64, scale=1e-3),)),  # `eps` is half of the sum
             Sample("offset", RMSNorm(placeholder(64), 1e-6, 1.0), lambda d: (d.normal(3, 64),)),
+            Sample("factor", RMSNorm(placeholder(96), 1e-6, factor=3.5), lambda d: (d.normal(4, 96),)),
         ]
 
 

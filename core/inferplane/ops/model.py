@@ -24,6 +24,7 @@ from inferplane.ops.forms.layers import (
     rotate_partially,
 )
 from inferplane.ops.forms.scaled import ScaledEmbedding, ScaledHead
+from inferplane.ops.forms.shortcut import ShortcutLayer
 from inferplane.ops.linear import GatedMLP, Linear, LMHead
 from inferplane.ops.mla import MLABlock
 from inferplane.ops.moe import MoE
@@ -122,8 +123,9 @@ class DecoderLayer(Op, name="decoder_layer"):
         return [*out, *(clamp_experts(sparse, format) for format in ("plain", "mxfp4", "int8_group"))]
 
 
-AnyLayer = DecoderLayer | ResidualLayer | ParallelLayer | BlockLayer
-"""A layer of a stack: called with `(x, residual, batch, kv)`, it returns x and residual."""
+AnyLayer = DecoderLayer | ResidualLayer | ParallelLayer | BlockLayer | ShortcutLayer
+"""A layer of a stack: called with `(x, residual, batch, kv)`, it returns x and residual. Between the halves of a layer
+with a shortcut the residual is `[T, 2 D]`."""
 
 
 def _set_window(layer: Any, window: int) -> DecoderLayer:

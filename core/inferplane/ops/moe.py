@@ -239,6 +239,9 @@ class MoE(Op, name="moe"):
     a token's weights are factors on what its experts read, not on what they return: expert e reads `weights[t, j] x`,
     rounded to the dtype of `x`, and their results are added up.
 
+    Experts from `first_identity` on return what they read, and have no weights: the sum of a token's weights of them is
+    a factor on x, which each rank adds to the sum over ranks.
+
     Under expert parallelism the router still chooses among all experts; other ranks compute those that are not `here`,
     and `reduce` sums over the ranks.
 
@@ -250,10 +253,10 @@ class MoE(Op, name="moe"):
 
     Fields: `router` linear D -> E with a float32 result; `route`; `experts`; `shared` an MLP or None; `reduce`
     sums over ranks; `here` this rank's first expert and its number of experts, None for all; `shared_gate` linear
-    D -> 1 with a float32 result, or None; `scales_inputs`.
+    D -> 1 with a float32 result, or None; `scales_inputs`; `first_identity` number of an expert, or None.
 
     Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2; gate of the shared expert: Qwen2, arXiv 2407.10671; weights on
-    inputs: Llama 4 (Meta, 2025).
+    inputs: Llama 4 (Meta, 2025); experts that return what they read: LongCat-Flash, arXiv 2509.01322.
     """
 
     tolerance = BLOCK
@@ -267,9 +270,15 @@ class MoE(Op, name="moe"):
     here: tuple[int, int] | None = None
     shared_gate: Linear | None = extension(None)
     scales_inputs: bool = extension(False)
+    first_identity: int | None = extension(None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = self.route(self.router(x))
+        own = None
+        if self.first_identity is not None:
+            returned = ids >= self.first_identity
+            own = x.float() * (weights * returned).sum(-1, keepdim=True)
+            ids = torch.where(returned, -1, ids)
         if self.here is not None:
             first, count = self.here
             ids = torch.where((ids >= first) & (ids < first + count), ids - first, -1)
@@ -283,7 +292,8 @@ class MoE(Op, name="moe"):
             y = y + (self.shared_gate(x).sigmoid() * self.shared(x)).to(y.dtype)
         elif self.shared is not None:
             y = y + self.shared(x)
-        return y if self.reduce is None else self.reduce(y)
+        y = y if self.reduce is None else self.reduce(y)
+        return y if own is None else (y.float() + own).to(y.dtype)
 
     def cost(self, load: Workload) -> Cost:
         """Router, shared MLP with its gate, and the chosen experts: at most `tokens * top_k` of them are read."""
@@ -297,7 +307,8 @@ class MoE(Op, name="moe"):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """With and without a shared expert, its gate, half of the experts; weights on inputs; MLPs without gates."""
+        """With and without a shared expert, its gate, half of the experts; weights on inputs; MLPs without gates;
+        experts that return what they read."""
 
         def layer(shared: bool, partial: bool = False, gate: bool = False) -> MoE:
             count = 4 if partial else 8
@@ -315,6 +326,14 @@ class MoE(Op, name="moe"):
             experts=MoEExperts(placeholder(8, 48, 64), placeholder(8, 64, 48), act="relu2"),
             shared=MLP.samples()[0].op,  # type: ignore[arg-type]
         )
+        # Six experts, and two that return what they read; one of either kind is chosen, by the bias alone.
+        decided = Weight((), (8,), torch.float32, make=lambda: torch.arange(8.0).roll(3) * 10)
+        returning = replace(
+            layer(True),
+            route=MoERoute(decided, 4, "softmax", renormalize=False, factor=3.0),
+            experts=MoEExperts(placeholder(6, 64, 64), placeholder(6, 64, 32), partial=True),
+            first_identity=6,
+        )
         scaled = replace(layer(True), route=MoERoute(None, 2, "sigmoid", renormalize=False), scales_inputs=True)
         return [
             Sample("t1", layer(True), lambda d: (d.normal(1, 64),)),
@@ -325,4 +344,6 @@ class MoE(Op, name="moe"):
             Sample("scaled_t1", scaled, lambda d: (d.normal(1, 64),)),
             Sample("scaled_partial", replace(layer(True, True), scales_inputs=True), lambda d: (d.normal(9, 64),)),
             Sample("without_gates", plain, lambda d: (d.normal(11, 64),)),
+            Sample("identities_t1", returning, lambda d: (d.normal(1, 64),)),
+            Sample("identities", replace(returning, shared=None), lambda d: (d.normal(13, 64),)),
         ]

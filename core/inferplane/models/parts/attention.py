@@ -212,7 +212,7 @@ def with_sinks(
 
 
 def latent_attention(
-    build: Build, *, interleave: bool = True, rotates: bool = True
+    build: Build, *, interleave: bool = True, rotates: bool = True, factors: tuple[float, float] = (1.0, 1.0)
 ) -> Callable[[int, str], ops.MLABlock]:
     """Return a function that builds a layer's latent attention (MLA) from the layer's number and the attention's name.
 
@@ -222,6 +222,7 @@ def latent_attention(
         build: its config gives heads, sizes and whether the projections of inputs and outputs have biases.
         interleave: whether rotary positions turn adjacent entries, not those half a head apart.
         rotates: whether there are rotary positions; if not, the entries that all heads share stay as they are.
+        factors: on the query, and on the latent behind its norm.
 
     Raises:
         CheckpointError: the config lacks an entry or contradicts itself.
@@ -237,7 +238,7 @@ def latent_attention(
         latent=config.size("kv_lora_rank"),
     )
     table = build.rope(dims.rope) if rotates else resting_table(dims.rope, build.positions)  # checks the settings
-    rope, settings, scale = ops.Rope(table, interleave), config.rope, (dims.nope + dims.rope) ** -0.5
+    rope, settings, scale = ops.Rope(table, interleave), config.rope, (dims.nope + dims.rope) ** -0.5 * factors[0]
     bias = config.flag("attention_bias")
     if rotates and settings["rope_type"] != "default" and settings.get("mscale_all_dim"):
         scale *= mscale(settings["factor"], settings["mscale_all_dim"]) ** 2
@@ -248,7 +249,7 @@ def latent_attention(
         q_b = f"{name}.q_b_proj" if rank else f"{name}.q_proj"
         q_up = build.linear(q_b, rows=q_rows, columns=rank or width, axis=0)
         q_a_norm = build.rms_norm(f"{name}.q_a_layernorm", rank, LATENT_EPS) if rank else None
-        kv_a_norm = build.rms_norm(f"{name}.kv_a_layernorm", dims.latent, LATENT_EPS)
+        kv_a_norm = replace(build.rms_norm(f"{name}.kv_a_layernorm", dims.latent, LATENT_EPS), factor=factors[1])
         output_quant = norm_output_quant(q_up.weight) if rank else None
         return ops.MLABlock(
             q_a=build.linear(f"{name}.q_a_proj", rows=rank, columns=width, bias=bias) if rank else None,

@@ -51,6 +51,7 @@ def mixture_of_experts(
     parts: tuple[str, ...] = GATED,
     router: str = "gate",
     act: str = "",
+    identities: int = 0,
 ) -> ops.MoE:
     """Build a mixture-of-experts layer.
 
@@ -64,6 +65,7 @@ def mixture_of_experts(
         parts: names of gate, up and down projections in the checkpoint; of two where gate and up are stored as one.
         router: name of the router in the checkpoint, below `name`.
         act: activation of experts and shared MLP without gates, whose `parts` are two; empty: they have gates.
+        identities: number of experts behind the others that return what they read.
 
     Raises:
         CheckpointError: the config lacks an entry.
@@ -84,21 +86,23 @@ def mixture_of_experts(
         )
     if not divided:
         build.ignore(f"{name}.experts.*")  # experts of the other ranks
+    build.ignore(*(f"{name}.experts.{experts + e}.*" for e in range(identities)))  # transformers has rows for them
     gate_up = [f"{name}.experts.{e}.{part}" for e in mine for part in ups]
     downs = [f"{name}.experts.{e}.{down}" for e in mine]
     return ops.MoE(
-        router=build.router(f"{name}.{router}", experts, width),
+        router=build.router(f"{name}.{router}", experts + identities, width),
         route=route,
         experts=ops.MoEExperts(
             build.weight(gate_up, (len(mine), rows if act else 2 * rows, width), 0 if divided else None),
             build.weight(downs, (len(mine), width, rows), 1 if divided else None),
-            partial=not divided,
+            partial=not divided or identities > 0,
             act=act,
         ),
         shared=None if mlp is None else replace(mlp, reduce=None),
         reduce=build.reduce(),
         here=None if divided else (mine[0], len(mine)),
         shared_gate=build.router(f"{name}.{shared.gate}", 1, width) if mlp and shared.gate else None,
+        first_identity=experts if identities else None,
     )
 
 

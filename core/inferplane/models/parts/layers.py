@@ -139,6 +139,28 @@ def decoder_model(
         logit_cap: the bound to which the logits are capped softly, or None.
         head_bias: whether the output head has a bias.
     """
+    names = [(i, f"model.layers.{i}") for i in range(build.config.size(LAYERS))]
+    layers = tuple(decoder_layer(build, i, attn(i, f"{n}.self_attn"), mlp(i, f"{n}.mlp"), form) for i, n in names)
+    factors = {"embed_factor": embed_factor, "logit_factor": logit_factor}
+    return model_around(build, layers, form, **factors, logit_cap=logit_cap, head_bias=head_bias)
+
+
+def model_around(
+    build: Build,
+    layers: Sequence[Any],
+    form: LayerForm = PRE_NORM,
+    *,
+    embed_factor: float = 1.0,
+    logit_factor: float = 1.0,
+    logit_cap: float | None = None,
+    head_bias: bool = False,
+) -> ops.CausalLM:
+    """Build a causal language model around its layers.
+
+    Args:
+        build, form, embed_factor, logit_factor, logit_cap, head_bias: as of `decoder_model`.
+        layers: ops that a stack calls in order.
+    """
     config = build.config
     vocab, width = config.size("vocab_size"), config.size("hidden_size")
     embed = build.embedding("model.embed_tokens", vocab, width)
@@ -146,12 +168,9 @@ def decoder_model(
     mine = build.local_size("vocab_size", vocab)
     bias = Weight((f"{HEAD}.bias",), (mine,), shard=build.shard(0)) if head_bias else None
     is_plain = logit_factor == 1 and logit_cap is None and bias is None
-    names = [(i, f"model.layers.{i}") for i in range(config.size(LAYERS))]
     return ops.CausalLM(
         embed=embed if embed_factor == 1 else ops.ScaledEmbedding(embed, embed_factor),
-        layers=ops.DecoderStack(
-            tuple(decoder_layer(build, i, attn(i, f"{n}.self_attn"), mlp(i, f"{n}.mlp"), form) for i, n in names)
-        ),
+        layers=ops.DecoderStack(tuple(layers)),
         norm=form.norm_before(build, f"model.{form.last}", width),
         head=head if is_plain else ops.ScaledHead(head, logit_factor, logit_cap, bias),
         gather=build.gather(),

@@ -40,6 +40,16 @@ def test_mimo_as_published():
     assert [layer.attn.few.kv for layer in other.layers] == [layer.attn.few.kv for layer in model.layers]
 
 
+def test_longcat_has_two_halves_a_layer():
+    model = build(Build(config("longcat_flash")))
+    assert [layer.experts is None for layer in model.layers] == [False, True] * 2
+    attn, experts = model.layers[0].attn, model.layers[0].experts
+    assert attn.absorbed.scale == attn.expanded.scale == pytest.approx((64 / 40 / 40) ** 0.5)
+    assert attn.enter.kv_a_norm.factor == pytest.approx((64 / 48) ** 0.5)
+    assert experts.router.weight.shape[0] == 9 and experts.first_identity == experts.experts.gate_up.shape[0] == 6
+    assert build(Build(config("longcat_flash", zero_expert_num=0))).layers[0].experts.first_identity is None
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "match"),
     [
@@ -47,6 +57,9 @@ def test_mimo_as_published():
         ("mimo_v2_flash", {"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias = True"),
         ("mimo_v2_flash", {"n_shared_experts": 1}, "n_shared_experts = 1"),
         ("mimo_v2_flash", {"layer_types": ..., "hybrid_layer_pattern": [0, 2, 1, 1]}, "layer_types = '2'"),
+        ("longcat_flash", {"zero_expert_type": "copy"}, "zero_expert_type = 'copy'"),
+        ("longcat_flash", {"router_bias": True}, "router_bias = True"),
+        ("longcat_flash", {"mla_scale_q_lora": False}, "mla_scale_q_lora = False"),
     ],
 )
 def test_what_is_not_implemented_is_refused(family, changes, match):
@@ -59,6 +72,8 @@ def test_what_is_not_implemented_is_refused(family, changes, match):
     [
         ("mimo_v2_flash", {"layer_types": ..., "hybrid_layer_pattern": [0, 1]}, "layer_types is not a list of 4 names"),
         ("mimo_v2_flash", {"v_head_dim": 0}, "v_head_dim is 0, not a positive integer"),
+        ("longcat_flash", {"num_layers": ...}, "lacks 'num_layers'"),
+        ("longcat_flash", {"moe_topk": 10}, r"exceeds n_routed_experts \+ zero_expert_num = 9"),
     ],
 )
 def test_what_contradicts_itself_is_refused(family, changes, match):

@@ -275,7 +275,12 @@ def test_class_defaults(family, key, value):
 
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-LEFT_OUT = {("gemma3", "num_attention_heads"), ("gemma3", "vocab_size"), ("nemotron_h", "num_hidden_layers")}
+LEFT_OUT = {
+    ("gemma3", "num_attention_heads"),
+    ("gemma3", "vocab_size"),
+    ("nemotron_h", "num_hidden_layers"),
+    ("longcat_flash", "num_hidden_layers"),
+}
 """Sizes that published configs leave out, so that the family has those of transformers' class, or counts the layers."""
 
 
