@@ -392,4 +392,27 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
             "no_identities": {"zero_expert_num": 0, "tie_word_embeddings": True},
         },
     ),
+    "hy_v3": (
+        "HYV3Config",
+        {"head_dim": 24, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40},
+        {
+            "mixed": {},
+            "odd": {
+                "num_hidden_layers": 4,
+                "mlp_layer_types": ["sparse", "dense", "sparse", "dense"],
+                "num_experts": 5,
+                "num_experts_per_tok": 5,
+                "num_shared_experts": 2,
+                "router_scaling_factor": 0.7,
+                "enable_moe_fp32_combine": False,
+                "num_key_value_heads": 1,
+                "head_dim": 10,
+                "attention_bias": True,
+                "mlp_bias": True,
+                "tie_word_embeddings": True,
+                "vocab_size": 101,
+                "rope": YARN,
+            },
+        },
+    ),
 }

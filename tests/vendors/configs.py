@@ -272,6 +272,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 64,
         "ssm_multipliers": [0.9, 0.7, 1.4, 0.6, 1.2],
     },
+    "hy_v3": {
+        **_SMALL,
+        "architectures": ["HYV3ForCausalLM"],
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64,
+    },
     "longcat_flash": {
         **{key: value for key, value in _LATENT.items() if key not in ("num_hidden_layers", "n_shared_experts")},
         "architectures": ["LongcatFlashForCausalLM"],
@@ -296,7 +303,7 @@ EXPERTS = (
     *("qwen3_moe", "mixtral", "qwen2_moe", "dots1", "ernie4_5_moe", "glm4_moe_lite", "glm4_moe", "solar_open"),
     *("minimax_m2", "olmoe", "flex_olmo", "hunyuan_v1_moe", "granitemoe", "granitemoeshared", "gpt_oss"),
     *("deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_5_moe", "granitemoehybrid", "lfm2_moe", "llama4", "phimoe"),
-    *("qwen3_vl_moe", "glm4v_moe", "kimi_linear", "mimo_v2_flash", "longcat_flash"),
+    *("qwen3_vl_moe", "glm4v_moe", "kimi_linear", "mimo_v2_flash", "longcat_flash", "hy_v3"),
 )
 COMPOSED_ATTENTION = ("gpt_oss", "gemma2", "llama4", "mimo_v2_flash")
 """Families with sinks, a soft cap or chunks: core composes their attention where a backend's kernels do not compute

@@ -25,6 +25,8 @@ def config(family: str, **changes: Any) -> Config:
         ("ernie4_5_moe", {"use_bias": True}, "use_bias = True is not implemented"),
         ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
         ("minimax_m2", {"shared_intermediate_size": 64}, "shared_intermediate_size = 64"),
+        ("hy_v3", {"qk_norm": False}, "qk_norm = False"),
+        ("hy_v3", {"route_norm": False}, "route_norm = False"),
         ("hunyuan_v1_moe", {"use_cla": True}, "use_cla = True"),
         ("glm4_moe", {"topk_method": "greedy"}, "topk_method = 'greedy'"),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense", "both"]}, "mlp_layer_types = 'both'"),
