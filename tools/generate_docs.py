@@ -245,8 +245,8 @@ one of these (a `text_config` with its model type: LLaVA, Mistral 3, Kimi-VL and
 text part is served, and a warning says so. Another architecture is refused, with the nearest one; [adding a
 model](adding-a-model.md) says how to add it.
 
-Models with recurrent layers (short convolutions, delta nets, Mamba-2: LFM2, Qwen3-Next, Qwen 3.5, Falcon-H1,
-Nemotron-H, Granite 4 hybrid) keep a state of each sequence, which cannot return to an earlier token. So they reuse a
+Models with recurrent layers (short convolutions, delta nets, Mamba-2: LFM2, Qwen3-Next, Qwen 3.5, Kimi Linear,
+Falcon-H1, Nemotron-H, Granite 4 hybrid) keep a state of each sequence, which cannot return to an earlier token. So they reuse a
 prefix only where a step ended, and compute accepted tokens again, in a step of their own, where a draft after them
 was refused. n-grams and draft models without such layers draft for them; `mtp` and `eagle` are refused.
 

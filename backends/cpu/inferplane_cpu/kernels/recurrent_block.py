@@ -93,9 +93,6 @@ NEEDS = (
 PACKED = ("8 or 4 bits in all its linear layers but that of gates", has_packed_mixer)
 KINDS = {"qkvz": DELTA_NET, "qkv": KIMI_DELTA, "scan": MAMBA2}
 """Field that only mixers of a kind have -> the kind."""
-GATES_OF_DELTA_NET = {"gates": "ba"}
-GATES_OF_KIMI_DELTA = {"gates": "b", "low": "fg_a", "decay_up": "f_b", "gate_up": "g_b"}
-"""Field of `Mixer` -> a view's, for linear layers of gates and decays."""
 PACKS = {f"mixer.{name}.weight": PACKING for name in PACKED_FIELDS}
 
 
@@ -115,14 +112,14 @@ def describe_mixer(view: Any, adapt: Any) -> Mixer:
 
     made.conv, made.o = struct(describe_convolution(view.conv)), matrix(view.o)
     made.proj = matrix(getattr(view, {DELTA_NET: "qkvz", KIMI_DELTA: "qkv"}.get(kind, "proj")))
+    plain = None if adapt is with_int8_activations else adapt
     if kind in (DELTA_NET, KIMI_DELTA):
-        plain = None if adapt is with_int8_activations else adapt
-        fields = GATES_OF_DELTA_NET if kind == DELTA_NET else GATES_OF_KIMI_DELTA
-        for field, name in fields.items():
-            setattr(made, field, matrix(getattr(view, name), plain))
+        made.gates = matrix(view.ba if kind == DELTA_NET else view.b, plain)
         made.rule, made.grouped = describe_rule(view.rule), kind == DELTA_NET and view.grouped
         made.memory.append(gates := describe_gates(view.gates))
         made.a_log, made.dt_bias = (weight.data_ptr() for weight in gates)
+    if kind == KIMI_DELTA:
+        made.low, made.decay_up, made.gate_up = (matrix(x, plain) for x in (view.fg_a, view.f_b, view.g_b))
     if kind == MAMBA2:
         made.scan = struct(describe_scan(view.scan))
         if view.factors is not None:

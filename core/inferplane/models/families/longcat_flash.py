@@ -69,7 +69,7 @@ def longcat_flash(build: Build) -> CausalLM:
         own, router = replace(route, bias=bias), "router.classifier"
         return mixture_of_experts(build, name, own, count=COUNT, router=router, identities=identities)
 
-    def half(i: int) -> ShortcutLayer:
+    def make_layer(i: int) -> ShortcutLayer:
         number, k = divmod(i, 2)
         name = f"model.layers.{number}"
         attn, mlp = attention(i, f"{name}.self_attn.{k}"), feed_forward(i, f"{name}.mlps.{k}")
@@ -78,4 +78,4 @@ def longcat_flash(build: Build) -> CausalLM:
         ]
         return ShortcutLayer(norms[0], attn, norms[1], mlp, None if k else experts(f"{name}.mlp"))
 
-    return model_around(build, [half(i) for i in range(2 * layers)])
+    return model_around(build, [make_layer(i) for i in range(2 * layers)])
