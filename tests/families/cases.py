@@ -16,6 +16,7 @@ from tests.families.attention import ATTENTION
 from tests.families.dense import DENSE
 from tests.families.experts import EXPERTS
 from tests.families.recurrent import RECURRENT
+from tests.families.wholes import WHOLES
 
 Table = dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]]
 """Family -> the name of its config class in transformers, entries of all its cases, and what each case adds."""
@@ -30,11 +31,12 @@ ALL_CASES = {**tiny_models.CASES, **CASES}
 
 def config_of(family: str, case: str, **changes: Any) -> Any:
     """The config of a named case of any family."""
-    if family not in FAMILIES:
+    known = {**FAMILIES, **WHOLES}
+    if family not in known:
         return tiny_models.config_of(family, case, **changes)
     import transformers
 
-    kind, sizes, cases = FAMILIES[family]
+    kind, sizes, cases = known[family]
     entries = {**SMALL, **sizes, **cases[case], **changes}
     return make_config(getattr(transformers, kind), {k: v for k, v in entries.items() if v is not ...})
 

@@ -10,14 +10,20 @@ from inferplane import LLM
 from inferplane.models.reading.normalize import SPELLINGS
 from tests.families.cases import CASES, config_of, make
 from tests.families.parity import compare_prompts
+from tests.families.wholes import WHOLES
 
 RENAMED = {spelling.model_type for spelling in SPELLINGS.values() if spelling.renames}
-RENAMED_FAMILIES = [family for family in CASES if config_of(family, next(iter(CASES[family]))).model_type in RENAMED]
+RENAMED_FAMILIES = [
+    *WHOLES,
+    *(family for family in CASES if config_of(family, next(iter(CASES[family]))).model_type in RENAMED),
+]
 
 
+@pytest.mark.filterwarnings("ignore:Of .* the text part is read")
 @pytest.mark.parametrize("family", RENAMED_FAMILIES)
 def test_names_of_transformers(family, tmp_path):
-    model = make(family, next(iter(CASES[family])), tmp_path)
+    cases = CASES[family] if family in CASES else WHOLES[family][2]
+    model = make(family, next(iter(cases)), tmp_path)
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with LLM(tmp_path, device="cpu", dtype="float32", max_num_seqs=3, max_num_batched_tokens=48) as llm:

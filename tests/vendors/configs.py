@@ -279,6 +279,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 64,
     },
+    "step3p7": {
+        **_SMALL,
+        "architectures": ["Step3p7ForConditionalGeneration"],
+        "layer_types": ["sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "num_sliding_attention_heads": 6,
+        "sliding_window": 20,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64,
+        "share_expert_dim": 64,
+    },
     "longcat_flash": {
         **{key: value for key, value in _LATENT.items() if key not in ("num_hidden_layers", "n_shared_experts")},
         "architectures": ["LongcatFlashForCausalLM"],
@@ -303,7 +315,7 @@ EXPERTS = (
     *("qwen3_moe", "mixtral", "qwen2_moe", "dots1", "ernie4_5_moe", "glm4_moe_lite", "glm4_moe", "solar_open"),
     *("minimax_m2", "olmoe", "flex_olmo", "hunyuan_v1_moe", "granitemoe", "granitemoeshared", "gpt_oss"),
     *("deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_5_moe", "granitemoehybrid", "lfm2_moe", "llama4", "phimoe"),
-    *("qwen3_vl_moe", "glm4v_moe", "kimi_linear", "mimo_v2_flash", "longcat_flash", "hy_v3"),
+    *("qwen3_vl_moe", "glm4v_moe", "kimi_linear", "mimo_v2_flash", "longcat_flash", "hy_v3", "step3p7"),
 )
 COMPOSED_ATTENTION = ("gpt_oss", "gemma2", "llama4", "mimo_v2_flash")
 """Families with sinks, a soft cap or chunks: core composes their attention where a backend's kernels do not compute
@@ -313,7 +325,7 @@ RECURRENT = (
     "kimi_linear",
 )
 """Families with recurrent layers, for which no layer behind the model drafts."""
-TEXT_PARTS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe")
+TEXT_PARTS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe", "step3p7")
 """Text parts of multimodal models, of which the engine says that they are no more; their layers are other families'."""
 OWN_ATTENTION = tuple(f for f in FAMILIES if f not in (*COMPOSED_ATTENTION, *RECURRENT, *TEXT_PARTS))
 """Families that the engine serves with drafts on a backend's own kernels."""

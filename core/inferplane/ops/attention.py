@@ -252,8 +252,9 @@ class GQABlock(Op, name="gqa_block"):
 
     `q, k, v = split(qkv(x)); q = enter(q, k, v); y = o(attend(q))`. `enter` applies the model's norms on q and k, if
     any, rotates, and writes the cache. Sequences with few query tokens attend by `few`, the others by `many`. With
-    `output_gate` each head has a gate beside its query, and `y = o(attend(q) * sigmoid(gate))`. With `v_factor` v is
-    multiplied by it first, in float32, and rounded.
+    `output_gate` each head has a gate beside its query, and `y = o(attend(q) * sigmoid(gate))`. With `head_gate`
+    each head has one number for a gate, `y = o(attend(q) * sigmoid(head_gate(x)))`. With `v_factor` v is multiplied by
+    it first, in float32, and rounded.
 
     Args of the call:
         x: `[T, D]`. batch: the step. kv: the layer's cache, changed.
@@ -263,7 +264,7 @@ class GQABlock(Op, name="gqa_block"):
 
     Fields: `qkv` linear D -> (H + G) d + G dv, rows q then k then v; `o` linear H dv -> D; `heads` (H, G); `head_dim`
     d; `v_dim` dv, or None for d; `v_factor`; `output_gate`: `qkv` then has H d rows more, the d of each head's gate
-    after those of its query.
+    after those of its query; `head_gate` linear D -> H or None.
 
     Source: GQA, arXiv 2305.13245; norms on q and k as in Qwen3, arXiv 2505.09388; gates, arXiv 2505.06708; values of
     another width, with a factor, as in MiMo-V2-Flash, arXiv 2601.02780.
@@ -283,6 +284,7 @@ class GQABlock(Op, name="gqa_block"):
     output_gate: bool = extension(False)
     v_dim: int | None = extension(None)
     v_factor: float = extension(1.0)
+    head_gate: Linear | None = extension(None)
 
     def __call__(self, x: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
         (h, g), dim = self.heads, self.head_dim
@@ -297,6 +299,8 @@ class GQABlock(Op, name="gqa_block"):
         y = each_range(batch, (q,), self.few, self.many, kv)
         if gate is not None:
             y = (y.float() * gate.float().sigmoid()).to(y.dtype)
+        if self.head_gate is not None:
+            y = (y.float() * self.head_gate(x).float().sigmoid()[..., None]).to(y.dtype)
         y = self.o(y.flatten(1))
         return y if self.reduce is None else self.reduce(y)
 
@@ -327,6 +331,7 @@ class GQABlock(Op, name="gqa_block"):
         def sample(label: str, op: GQABlock, sequences: Sequences, kind: StepKind) -> Sample:
             return Sample(label, op, step_inputs(op.few.kv, sequences, lambda d, t: (d.normal(t, 64),)), kind)
 
+        gated = replace(block(True), head_gate=Linear(placeholder(4, 64)))
         return [
             sample("decode", block(False), [(1, 9), (3, 70)], "decode"),
             sample("prefill", block(False), [(33, 0), (20, 0)], "mixed"),
@@ -335,5 +340,7 @@ class GQABlock(Op, name="gqa_block"):
             sample("gate_decode", block(True, gate=True), [(1, 9), (3, 70)], "decode"),
             sample("gate_mixed", block(False, gate=True), [(1, 10), (17, 5)], "mixed"),
             sample("values_decode", block(False, v_dim=16, v_factor=0.7), [(1, 9), (3, 70)], "decode"),
+            sample("head_gate_decode", gated, [(1, 9), (3, 70)], "decode"),
+            sample("head_gate_mixed", gated, [(1, 10), (17, 5)], "mixed"),
             sample("values_mixed", block(False, v_dim=24), [(1, 10), (17, 5)], "mixed"),
         ]

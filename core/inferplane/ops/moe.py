@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from inferplane.ops.clamped_experts import ClampedExperts
 from inferplane.ops.collective import AllReduce
 from inferplane.ops.draw import Draw
-from inferplane.ops.forms.activation import ACTIVATIONS
+from inferplane.ops.forms.activation import ACTIVATIONS, multiply_gate
 from inferplane.ops.forms.mlp import MLP
 from inferplane.ops.linear import GatedMLP, Linear
 from inferplane.ops.op import (
@@ -148,7 +148,8 @@ def _choose_among_near(logits: torch.Tensor, top_k: int, jitter: float) -> tuple
 class MoEExperts(Op, name="moe_experts", hot=True):
     """The chosen experts' gated MLPs: `y[t] = sum_j weights[t, j] down_e(silu(gate_e(x)) * up_e(x))`, `e = ids[t, j]`.
 
-    With `act` they have no gate: `y[t] = sum_j weights[t, j] down_e(act(up_e(x)))`.
+    With `act` they have no gate: `y[t] = sum_j weights[t, j] down_e(act(up_e(x)))`. With `limit` the activated gate is
+    at most that, and the other factor at most that in magnitude.
     Sums in float32, rounded once. Only chosen experts are read; counts stay on the device. With `partial`, an id of -1
     is an expert on another rank and adds nothing. `MoE`, which knows the number of experts per token, counts the cost.
 
@@ -159,9 +160,11 @@ class MoEExperts(Op, name="moe_experts", hot=True):
         `[T, D]` in the dtype of `x`.
 
     Fields: `gate_up` `[E, 2 I, D]` (gate rows first), with `act` `[E, I, D]`, `down` `[E, D, I]`: stacked, read from
-    per-expert names; `partial` if other ranks have further experts; `act` a function of `activation`, or "".
+    per-expert names; `partial` if other ranks have further experts; `act` a function of `activation`, or "";
+    `limit` or None.
 
-    Source: Mixtral, arXiv 2401.04088; DeepSeekMoE, arXiv 2401.06066; without a gate: Nemotron 3 Nano, arXiv 2512.20848.
+    Source: Mixtral, arXiv 2401.04088; DeepSeekMoE, arXiv 2401.06066; without a gate: Nemotron 3 Nano, arXiv 2512.20848;
+    limits: Step 3.7 (transformers' Step3p7TextConfig).
     """
 
     tolerance = BLOCK
@@ -171,6 +174,7 @@ class MoEExperts(Op, name="moe_experts", hot=True):
     down: Weight
     partial: bool = False
     act: str = extension("")
+    limit: float | None = extension(None)
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(x, dtype=torch.float32)
@@ -183,7 +187,7 @@ class MoEExperts(Op, name="moe_experts", hot=True):
                 h = ACTIVATIONS[self.act](h)
             else:
                 gate, up = h.chunk(2, -1)
-                h = F.silu(gate) * up
+                h = multiply_gate(F.silu(gate), up, self.limit)
             y = F.linear(h, expert_values(self.down, e))
             out.index_add_(0, token, y * weights[token, j, None])
         return out.to(x.dtype)
@@ -228,6 +232,8 @@ class MoEExperts(Op, name="moe_experts", hot=True):
             Sample("partial_t1", replace(plain, partial=True), inputs(1, 2, first=4), "decode"),
             Sample("partial", replace(plain, partial=True), inputs(9, 3, first=4)),
             Sample("relu2_t1", replace(plain, gate_up=placeholder(6, 48, 64), act="relu2"), inputs(1, 2), "decode"),
+            Sample("limit_t1", replace(plain, limit=0.2), inputs(1, 2), "decode"),
+            Sample("limit", replace(plain, limit=0.2), inputs(11, 3)),
             Sample("relu2", replace(plain, gate_up=placeholder(6, 48, 64), act="relu2"), inputs(11, 3)),
         ]
 

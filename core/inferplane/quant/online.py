@@ -101,7 +101,7 @@ DENSE = (
     "*.mlp.c_fc.weight",
 )
 """Names of weights of linear layers. Norms, routers and embeddings without a tied head are not quantized."""
-GATES = ("*.self_attn.b_proj.weight", "*.self_attn.[fg]_[ab]_proj.weight")
+GATES = ("*.self_attn.[bg]_proj.weight", "*.self_attn.[fg]_[ab]_proj.weight")
 """Linear layers of gates and rates of decay, which are small and stay plain, as those of other delta nets."""
 LATENT = ("*.kv_b_proj.weight",)
 """Linear layers that attention also folds into the query: quantized if its kernels read the format."""

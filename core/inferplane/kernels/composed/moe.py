@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from inferplane.kernels.composed.padding import pad_rows
 from inferplane.ops import MoERoute, clamp_gate
-from inferplane.ops.forms.activation import ACTIVATIONS
+from inferplane.ops.forms.activation import ACTIVATIONS, multiply_gate
 from inferplane.types import Kernels, When
 
 KERNELS = Kernels()
@@ -25,7 +25,7 @@ def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return MoERoute.__call__(view, logits)
 
 
-@KERNELS("moe_experts", "torch", when=replace(ANY, extensions=("moe_experts.act",)))
+@KERNELS("moe_experts", "torch", when=replace(ANY, extensions=("moe_experts.act", "moe_experts.limit")))
 def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """The op `moe_experts`: pairs of token and expert are sorted by expert, so that each expert's rows are one slice
     and only chosen experts are read; two products per expert; results are added up by token in float32. Waits for the
@@ -37,7 +37,7 @@ def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Te
         if view.act:
             return F.linear(ACTIVATIONS[view.act](h), view.down[e])
         gate, up = h.chunk(2, -1)
-        return F.linear(F.silu(gate) * up, view.down[e])
+        return F.linear(multiply_gate(F.silu(gate), up, view.limit), view.down[e])
 
     return _by_expert(x, weights, ids, view.gate_up.shape[0], compute_expert)
 

@@ -10,12 +10,14 @@ from inferplane.models.parts.attention import (
     latent_attention,
     layer_windows,
     sliding_window,
+    with_head_gates,
     with_sinks,
 )
 from inferplane.models.parts.experts import (
     SharedExperts,
     experts_per_token,
     fine_grained_experts,
+    limit_gates,
     mixture_of_experts,
     name_parts,
     softmax_experts,
@@ -69,6 +71,7 @@ __all__ = [
     "latent_attention",
     "layer_kinds",
     "layer_windows",
+    "limit_gates",
     "list_layers",
     "mamba2",
     "mamba2_of_config",
@@ -84,5 +87,6 @@ __all__ = [
     "short_convolution",
     "sliding_window",
     "softmax_experts",
+    "with_head_gates",
     "with_sinks",
 ]

@@ -192,6 +192,24 @@ def attention_with_values(
     return block
 
 
+def with_head_gates(
+    build: Build, attention: Callable[[int, str], ops.GQABlock], name: str = "g_proj"
+) -> Callable[[int, str], ops.GQABlock]:
+    """Return a function that builds a layer's attention as another one does, with a gate for each head.
+
+    Args:
+        build: its config gives the width, and it divides the heads over ranks.
+        attention: builds a layer's attention.
+        name: of the gates' projection in the checkpoint, below the attention.
+    """
+
+    def block(i: int, at: str) -> ops.GQABlock:
+        plain, width = attention(i, at), build.config.size("hidden_size")
+        return replace(plain, head_gate=build.linear(f"{at}.{name}", rows=plain.few.heads, columns=width, axis=0))
+
+    return block
+
+
 def with_sinks(
     build: Build, attention: Callable[[int, str], ops.GQABlock], name: str = "sinks"
 ) -> Callable[[int, str], ops.GQABlock]:

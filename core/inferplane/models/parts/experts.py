@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -114,6 +115,24 @@ def _make_shared_mlp(
     if act:
         return plain_mlp(build, act, bias=shared.bias, inner=shared.size)(0, name)
     return build.mlp(name, shared.size, build.config.size("hidden_size"), entry, bias=shared.bias)
+
+
+def limit_gates(block: ops.GatedMLP | ops.MoE, limit: float, of_experts: float = 0.0) -> ops.GatedMLP | ops.MoE:
+    """A layer's MLP with limits behind the activations of its gates (`ops.ActivationMul`); 0: there is none.
+
+    Args:
+        block: the MLP, or experts with a shared one or none.
+        limit: of the MLP, or of the shared one.
+        of_experts: of the others.
+    """
+    if isinstance(block, ops.MoE):
+        shared: Any = None if block.shared is None else limit_gates(block.shared, limit)  # type: ignore[arg-type]
+        experts = replace(block.experts, limit=of_experts or None)  # type: ignore[arg-type]
+        return replace(block, shared=shared, experts=experts)
+    if not limit:
+        return block
+    act, plain = ops.ActivationMul("silu", limit=limit), block.act
+    return replace(block, act=replace(plain, act=act) if isinstance(plain, ops.RotatedActivation) else act)
 
 
 def experts_per_token(

@@ -96,7 +96,7 @@ def input_weights(
     if isinstance(block, ops.RecurrentBlock):
         return [x.weight for x in block.mixer.list_inputs()]
     if isinstance(block, ops.GQABlock):
-        return [block.qkv.weight]
+        return [block.qkv.weight, *([] if block.head_gate is None else [block.head_gate.weight])]
     if isinstance(block, ops.MLABlock):
         return [(block.q_a or block.q_b).weight, block.kv_a.weight]
     if isinstance(block, ops.GatedMLP):

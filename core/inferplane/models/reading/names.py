@@ -23,7 +23,7 @@ from inferplane.types import Shard
 
 MODEL, NORM, EMBEDDING, HEAD = "model.", "norm.weight", "model.embed_tokens.weight", "lm_head.weight"
 _FUSED = re.compile(
-    r"(.*\.)(?:mlp|block_sparse_moe|feed_forward)\.experts\.(gate_up_proj|down_proj)(?:\.weight)?(_scale_inv|_scale)?"
+    r"(.*\.)(?:mlp|block_sparse_moe|feed_forward)\.experts\.(gate_up|gate|up|down)_proj(?:\.weight)?(_scale_inv|_scale)?"
 )
 
 CONVOLUTION = re.compile(r".*\.(?:[qkv]_)?conv(?:1d)?\.weight")
@@ -45,8 +45,8 @@ def canonical_names(entries: Mapping[str, Entry], config: Config) -> dict[str, E
     - Names of Mamba's models, below `backbone.`, are replaced.
     - The layers are below `model.`, also where only the model without its head was saved, or inside a wrapper.
     - Experts of a layer that are fused to one tensor, as transformers 5 keeps them (`experts.gate_up_proj`
-      `[E, 2 I, H]`, `experts.down_proj` `[E, H, I]`), are single tensors; nothing is read for that. So are those that
-      lie with inputs before outputs (`stacked_experts`).
+      `[E, 2 I, H]`, or `gate_proj` and `up_proj` apart, `experts.down_proj` `[E, H, I]`), are single tensors; nothing
+      is read for that. So are those that lie with inputs before outputs (`stacked_experts`).
     - Names have parts replaced, and projections are split, as the family says (`Spelling.renames`, `Spelling.splits`).
     - Biases of routers that are stored as one row are vectors, as are rates of decay of heads (`A_log`) that are stored
       with further dimensions; weights of depthwise convolutions, stored as `[C, 1, k]`, are `[C, k]`.
@@ -153,7 +153,7 @@ def _experts(fused: re.Match[str], entry: Entry, names: ExpertNames) -> Iterator
     """The parts of a tensor with all experts of a layer, by name."""
     block, gate, up, down = names
     before, kind, scale = fused.groups()
-    parts = (gate, up) if kind == "gate_up_proj" else (down,)
+    parts = {"gate_up": (gate, up), "gate": (gate,), "up": (up,), "down": (down,)}[kind]
     experts, rows, columns = entry.shape
     shape, nbytes = (rows // len(parts), columns), entry.nbytes // max(1, experts * len(parts))
     for i in range(experts * len(parts)):

@@ -18,10 +18,17 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 """Activation functions by name."""
 
 
+def multiply_gate(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> torch.Tensor:
+    """An activated gate times the other factor of a gated MLP; with a limit the gate is at most that, and the other
+    factor at most that in magnitude."""
+    return gate * up if limit is None else gate.clamp(max=limit) * up.clamp(-limit, limit)
+
+
 class ActivationMul(Op, name="activation_mul", extension=True):
     """`y = f(gate * factors[0]) * up * factors[1]` with `gate, up = x[..., :I], x[..., I:]`, in float32, rounded once.
 
-    Its cost is not counted: it is fused into neighbouring ops wherever speed matters.
+    With `limit` f's result is at most that, and up at most that in magnitude, before they are multiplied. Its cost is
+    not counted: it is fused into neighbouring ops wherever speed matters.
 
     Args of the call:
         x: `[T, 2 I]`.
@@ -30,30 +37,32 @@ class ActivationMul(Op, name="activation_mul", extension=True):
         `[T, I]` in the dtype of `x`.
 
     Fields: `function` f: "gelu" (by the error function), "gelu_tanh" (its approximation), "relu2" (`max(x, 0)^2`),
-    "silu"; `factors`.
+    "silu"; `factors`; `limit` or None.
 
     Source: GEGLU, Shazeer, arXiv 2002.05202; GELU, arXiv 1606.08415; squared ReLU, arXiv 2109.08668; factors as in
-    Falcon-H1, arXiv 2507.22448.
+    Falcon-H1, arXiv 2507.22448; limits behind the activation as in Step 3.7 (transformers' Step3p7TextConfig).
     """
 
     tolerance = ROUNDED
 
     function: str
     factors: tuple[float, float] = extension((1.0, 1.0))
+    limit: float | None = extension(None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = x.float().chunk(2, -1)
         before, after = self.factors
-        return (ACTIVATIONS[self.function](gate * before) * up * after).to(x.dtype)
+        return (multiply_gate(ACTIVATIONS[self.function](gate * before), up, self.limit) * after).to(x.dtype)
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Each function; large values; factors."""
+        """Each function; large values; factors; a limit."""
         samples = [Sample(name, ActivationMul(name), lambda d: (d.normal(3, 128),)) for name in ACTIVATIONS]
         return [
             *samples,
             Sample("large", ActivationMul("gelu_tanh"), lambda d: (d.normal(5, 96, scale=40.0),)),
             Sample("factors", ActivationMul("silu", (0.3, 1.7)), lambda d: (d.normal(4, 96),)),
+            Sample("limit", ActivationMul("silu", limit=0.4), lambda d: (d.normal(4, 96, scale=3.0),)),
         ]
 
 
