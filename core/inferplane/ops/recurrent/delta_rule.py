@@ -62,11 +62,11 @@ class DeltaRuleGates(Op, name="delta_rule_gates"):
             placeholder(heads, dtype=torch.float32), placeholder(heads * (k or 1), dtype=torch.float32), k > 0
         )
         return [
-            Sample("channels_t1", at(2, 16), lambda d: (d.normal(1, 32), d.normal(1, 2))),
-            Sample("channels", at(3, 24), lambda d: d.normal(7, 83, scale=4.0)[:, 8:].split((72, 3), 1)),
             Sample("t1", at(4), lambda d: (d.normal(1, 4), d.normal(1, 4))),
             Sample("strided", at(6), lambda d: tuple(d.normal(9, 12).chunk(2, 1))),
             Sample("large", at(3), lambda d: (d.normal(5, 3, scale=30.0), d.normal(5, 3, scale=9.0))),
+            Sample("channels_t1", at(2, 16), lambda d: (d.normal(1, 32), d.normal(1, 2))),
+            Sample("channels", at(3, 24), lambda d: d.normal(7, 83, scale=4.0)[:, 8:].split((72, 3), 1)),
         ]
 
 

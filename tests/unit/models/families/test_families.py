@@ -186,6 +186,28 @@ LLAMA_4_SCOUT = {
     **llama(48, 5120, 8192, 40, 202048, intermediate_size_mlp=16384, num_local_experts=16, head_dim=128),
     "architectures": ["Llama4ForCausalLM"],
 }
+KIMI_LINEAR = {
+    **llama(27, 2304, 9216, 32, 163840, kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64),
+    **{"v_head_dim": 128, "moe_intermediate_size": 1024, "num_experts": 256, "num_experts_per_token": 8},
+    "linear_attn_config": {
+        **{"full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "kda_layers": [n for n in range(1, 27) if n % 4]},
+        **{"head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4},
+    },
+    "architectures": ["KimiLinearForCausalLM"],
+}
+MIMO_V2_FLASH = {
+    **llama(48, 4096, 16384, 64, 152576, num_key_value_heads=4, head_dim=192, v_head_dim=128, n_routed_experts=256),
+    **{"num_experts_per_tok": 8, "moe_intermediate_size": 2048, "architectures": ["MiMoV2FlashForCausalLM"]},
+}
+LONGCAT_FLASH = {
+    **llama(56, 6144, 12288, 64, 131072, num_layers=28, kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128),
+    **{"qk_rope_head_dim": 64, "v_head_dim": 128, "moe_topk": 12, "n_routed_experts": 512, "zero_expert_num": 256},
+    **{"expert_ffn_hidden_size": 2048, "architectures": ["LongcatFlashForCausalLM"]},
+}
+HY3 = {
+    **llama(80, 4096, 13312, 64, 120832, head_dim=128, num_experts=192, num_experts_per_tok=8),
+    **{"moe_intermediate_size": 1536, "architectures": ["HYV3ForCausalLM"]},
+}
 MISTRAL = {**llama(32, 4096, 14336, 32, 32000), "architectures": ["MistralForCausalLM"], "sliding_window": 4096}
 
 
@@ -240,13 +262,17 @@ MISTRAL = {**llama(32, 4096, 14336, 32, 32000), "architectures": ["MistralForCau
             mixture("Glm4Moe", 46, 4096, 10944, 96, 151552, head_dim=128, attention_bias=True, **GLM_EXPERTS),
             106_852_251_264,  # GLM 4.5 Air
         ),
+        (KIMI_LINEAR, 49_122_681_728),  # 48B-A3B
+        (MIMO_V2_FLASH, 308_778_780_864),  # 309B, without its layers for multi-token prediction
+        (LONGCAT_FLASH, 560_664_980_480),  # 560B
+        (HY3, 295_033_543_488),  # 295B
         (GEMMA3_270M, 268_098_176),
         (GEMMA2_2B, 2_614_341_888),
     ],
 )
 def test_parameters_of_other_families(config, want):
-    """Counts as the published safetensors state them; those of Nemotron 3, Phi-3.5-MoE, LFM2-MoE and Llama 4 were
-    computed from configs, and guard against changes only."""
+    """Counts as the published safetensors state them; those of Nemotron 3, Phi-3.5-MoE, LFM2-MoE, Llama 4,
+    Kimi Linear, MiMo, LongCat and Hy3 were computed from configs, and guard against changes only."""
     assert sum(math.prod(w.shape) for w in weights(config)) == want
 
 
