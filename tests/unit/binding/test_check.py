@@ -255,7 +255,7 @@ def test_a_refused_sample_is_not_served():
 
 @pytest.mark.parametrize("kind", ["decode", "mixed"])
 def test_without_a_cache_a_sample_stands_for_steps_of_every_kind(kind):
-    only = When(step_kinds=(kind,), extensions=("rms_norm.offset",))
+    only = When(step_kinds=(kind,), extensions=("rms_norm.offset", "rms_norm.factor"))
     assert all(run_case(kernel("rms_norm", when=only), s, bench()).passed for s in RMSNorm.samples())
 
 
