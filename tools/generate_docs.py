@@ -246,9 +246,9 @@ text part is served, and a warning says so. Another architecture is refused, wit
 model](adding-a-model.md) says how to add it.
 
 Models with recurrent layers (short convolutions, delta nets, Mamba-2: LFM2, Qwen3-Next, Qwen 3.5, Kimi Linear,
-Falcon-H1, Nemotron-H, Granite 4 hybrid) keep a state of each sequence, which cannot return to an earlier token. So they reuse a
-prefix only where a step ended, and compute accepted tokens again, in a step of their own, where a draft after them
-was refused. n-grams and draft models without such layers draft for them; `mtp` and `eagle` are refused.
+Falcon-H1, Nemotron-H, Granite 4 hybrid) keep a state of each sequence, which cannot return to an earlier token. So they
+reuse a prefix only where a step ended, and compute accepted tokens again, in a step of their own, where a draft after
+them was refused. n-grams and draft models without such layers draft for them; `mtp` and `eagle` are refused.
 
 | models | architecture | model type | form |
 |---|---|---|---|
