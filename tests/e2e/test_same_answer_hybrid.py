@@ -1,5 +1,5 @@
-"""Greedy tokens at float32 of models with sinks, windows and states are the same whatever the batch, order, chunks,
-preemption, prefix cache, drafts, streams, and requests that are aborted beside them."""
+"""Greedy tokens at float32 of models with sinks, windows, states and chosen tokens are the same whatever the batch,
+order, chunks, preemption, prefix cache, drafts, streams, and requests that are aborted beside them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.families.cases import CASES as FAMILY_CASES
 from tests.families.cases import make
 from tests.unit.support.fake_model import Script
 
-MODELS = ("gpt_oss", "gemma3", "qwen3_5", "nemotron_h", "kimi_linear")
+MODELS = ("gpt_oss", "gemma3", "qwen3_5", "nemotron_h", "kimi_linear", "deepseek_v32", "glm_moe_dsa")
 STATES = ("qwen3_5", "nemotron_h", "kimi_linear")
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_model_len": 64, "max_num_seqs": 8}
 LENGTHS = (40, 7, 23, 1, 33, 40)

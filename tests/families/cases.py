@@ -16,12 +16,13 @@ from tests.families.attention import ATTENTION
 from tests.families.dense import DENSE
 from tests.families.experts import EXPERTS
 from tests.families.recurrent import RECURRENT
+from tests.families.sparse import SPARSE
 from tests.families.wholes import WHOLES
 
 Table = dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]]
 """Family -> the name of its config class in transformers, entries of all its cases, and what each case adds."""
 
-FAMILIES: Table = {**DENSE, **EXPERTS, **ATTENTION, **RECURRENT}
+FAMILIES: Table = {**DENSE, **EXPERTS, **ATTENTION, **RECURRENT, **SPARSE}
 
 CASES = {family: cases for family, (_, _, cases) in FAMILIES.items()}
 """The cases of the newer families."""

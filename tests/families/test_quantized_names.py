@@ -18,8 +18,9 @@ PLAIN = (
     "*.router.layer.weight",
     "*.router.classifier.weight",
     "*.shared_expert_gate.weight",
+    *online.INDEX,
 )
-"""Routers and gates of shared experts."""
+"""Routers, gates of shared experts, and the parts of indexers that only decide which tokens are read."""
 RATES = ("*.in_proj_a.weight", "*.in_proj_b.weight", "*.in_proj_ba.weight", *online.GATES)
 """Rates of delta nets, a number a head, or a channel through a low rank."""
 

@@ -39,6 +39,7 @@ _LATENT: dict[str, Any] = {
 
 LLAMA: dict[str, Any] = {**_SMALL, "architectures": ["LlamaForCausalLM"]}
 V3: dict[str, Any] = {**_LATENT, "n_group": 4, "topk_group": 2}
+_SPARSE = {**_LATENT, "index_n_heads": 16, "index_head_dim": 128, "index_topk": 64}
 _EIGHT = {"num_local_experts": 8, "num_experts_per_tok": 3}
 
 DENSE: dict[str, dict[str, Any]] = {
@@ -307,6 +308,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {**_LATENT, "architectures": ["DeepseekV2ForCausalLM"], "topk_method": "greedy"},
     "deepseek_v3": V3,
+    "deepseek_v32": {**_SPARSE, "architectures": ["DeepseekV32ForCausalLM"], "n_group": 4, "topk_group": 2},
+    "glm_moe_dsa": {**_SPARSE, "architectures": ["GlmMoeDsaForCausalLM"], "indexer_types": ["full", "shared"]},
     **{family: {**_SMALL, **entries} for family, entries in DENSE.items()},
 }
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash")
@@ -316,10 +319,11 @@ EXPERTS = (
     *("minimax_m2", "olmoe", "flex_olmo", "hunyuan_v1_moe", "granitemoe", "granitemoeshared", "gpt_oss"),
     *("deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_5_moe", "granitemoehybrid", "lfm2_moe", "llama4", "phimoe"),
     *("qwen3_vl_moe", "glm4v_moe", "kimi_linear", "mimo_v2_flash", "longcat_flash", "hy_v3", "step3p7"),
+    *("deepseek_v32", "glm_moe_dsa"),
 )
-COMPOSED_ATTENTION = ("gpt_oss", "gemma2", "llama4", "mimo_v2_flash")
-"""Families with sinks, a soft cap or chunks: core composes their attention where a backend's kernels do not compute
-these."""
+COMPOSED_ATTENTION = ("gpt_oss", "gemma2", "llama4", "mimo_v2_flash", "deepseek_v32", "glm_moe_dsa")
+"""Families with sinks, a soft cap, chunks or chosen tokens: core composes their attention where a backend's kernels do
+not compute these."""
 RECURRENT = (
     *("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "falcon_h1"),
     "kimi_linear",

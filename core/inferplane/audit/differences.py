@@ -145,7 +145,8 @@ def mixes_alone(op: Op) -> bool:
     """Whether an op that is called with a cache writes all that it reads of it in a step over a whole prompt: a mixer,
     or what is around it."""
     return any(
-        below.has_grouped_queries or below.has_latent_attention or below.has_recurrence for _, below in op.sites()
+        below.has_grouped_queries or below.has_latent_attention or below.has_sparse_attention or below.has_recurrence
+        for _, below in op.sites()
     )
 
 

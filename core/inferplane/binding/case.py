@@ -18,11 +18,13 @@ from inferplane.types import (
     Batch,
     HostLens,
     HybridCache,
+    IndexedCache,
     KVCache,
     KVLayout,
     KVRequest,
     LayerKV,
     QTensor,
+    Selection,
     StateCache,
 )
 from inferplane.types.batch import TableRows
@@ -90,6 +92,9 @@ def caches_in(args: Iterable[Any]) -> list[LayerKV]:
     """The layers' caches among an op's arguments."""
     out: list[LayerKV] = []
     for arg in args:
+        if isinstance(arg, IndexedCache):
+            out += [kv for kv in arg[:2] if kv is not None]
+            continue
         arg = arg.kv if isinstance(arg, HybridCache) else arg
         out += arg.layers if isinstance(arg, KVCache) else [arg] if isinstance(arg, LayerKV) else []
     return out
@@ -100,11 +105,7 @@ def views_in(args: Iterable[Any]) -> list[Batch]:
     args = tuple(args)
     if (batch := batch_in(args)) is None:
         return []
-    tables = [
-        arg.list_tables() if isinstance(arg, KVCache) else [0]
-        for arg in args
-        if isinstance(arg, (KVCache, LayerKV, HybridCache))
-    ]
+    tables = [arg.list_tables() if isinstance(arg, KVCache) else (0,) * len(caches_in([arg])) for arg in args]
     return [batch.for_table(number) for numbers in tables for number in numbers]
 
 
@@ -150,6 +151,8 @@ def pad(args: tuple[Any, ...], draw: Draw, *, lens_known: bool) -> tuple[Any, ..
     def grow(arg: Any) -> Any:
         if arg is batch:
             return padded
+        if isinstance(arg, IndexedCache) and (chosen := arg.selection.positions) is not None:
+            return arg._replace(selection=Selection(_append(chosen, -1, rows)))
         if isinstance(arg, torch.Tensor) and arg.dim() and arg.shape[0] in more:
             n = more[arg.shape[0]]
             if not arg.is_floating_point():

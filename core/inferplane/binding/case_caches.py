@@ -10,7 +10,7 @@ import torch
 from inferplane.binding.case import Caches, caches_in, same_entries, views_in
 from inferplane.ops.op import relative_error
 from inferplane.ops.oracle import OracleKV, to_host
-from inferplane.types import HOST, HybridCache, KVCache, KVLayout, LayerKV, StateCache
+from inferplane.types import HOST, HybridCache, IndexedCache, KVCache, KVLayout, LayerKV, StateCache
 
 
 class WatchedCaches:
@@ -98,6 +98,9 @@ def host_arguments(args: tuple[Any, ...], ideal: tuple[Any, ...]) -> tuple[Any, 
             out.append(_copy_cache(other))
         elif isinstance(other, HybridCache):
             out.append(HybridCache(_copy_cache(other.kv), arg.states.copy_to(HOST)))
+        elif isinstance(other, IndexedCache):
+            keys = None if other.index_keys is None else _copy_cache(other.index_keys)
+            out.append(IndexedCache(_copy_cache(other.kv), keys, to_host(other.selection)))
         elif isinstance(other, StateCache):
             out.append(arg.copy_to(HOST))
         elif isinstance(other, KVCache):

@@ -117,11 +117,11 @@ def _format_drafter(data: Mapping[str, Any]) -> str:
 
 
 def _windows(data: Mapping[str, Any]) -> str:
-    """Which tokens the cache keeps if layers attend to a window."""
+    """Which tokens the cache keeps if layers attend to a window, or that it keeps index keys too."""
     windows = {layout["window"] for layout in data["kv_layouts"]}
-    if windows <= {None}:
-        return ""
     found = data.get("kv_tables", {"tables": [], "shared_because": ""})
+    if windows <= {None}:
+        return f"; {found['index_keys']} layers also keep index keys" if "index_keys" in found else ""
     layers: Counter[int | None] = Counter()
     for table in found["tables"]:
         layers[table["window"]] += table["layers"]

@@ -14,7 +14,18 @@ from inferplane.binding.load import assemble
 from inferplane.calibrate.drafting import PredictionLayer
 from inferplane.ops import CausalLM, Op
 from inferplane.ops.oracle import OracleKV, Stored
-from inferplane.types import HOST, Batch, HybridCache, LayerCache, QTensor, StateCache, StateSlots, Weight
+from inferplane.types import (
+    HOST,
+    Batch,
+    HybridCache,
+    IndexedCache,
+    LayerCache,
+    QTensor,
+    Selection,
+    StateCache,
+    StateSlots,
+    Weight,
+)
 from inferplane.types.batch import Query, make_batch
 
 BLOCK_TOKENS = 64
@@ -26,10 +37,11 @@ STATES = StateSlots(1, 2)
 
 class Hidden(NamedTuple):
     """What a layer reads and returns: x and residual, whose sum is the hidden state, `[T, D]` each; no residual before
-    the first layer."""
+    the first layer. With sparse attention also the positions that a layer chose (`Selection`)."""
 
     x: torch.Tensor
-    residual: torch.Tensor | None
+    residual: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
 
     def total(self) -> torch.Tensor:
         """The hidden state, `[T, D]`."""
@@ -74,7 +86,7 @@ class LayeredModel:
     def norm(self, op: Op, hidden: Sequence[Hidden]) -> list[torch.Tensor]:
         """The hidden states of each window after a norm that adds x and the residual."""
         norm = bind(op, self.load(op))
-        return [norm(x, residual)[0] for x, residual in hidden]
+        return [norm(each.x, each.residual)[0] for each in hidden]
 
 
 def bind(op: LayerOp, values: Mapping[int, torch.Tensor], around: Around | None = None) -> Callable[..., Any]:
@@ -94,16 +106,22 @@ def make_step(ids: Sequence[int]) -> Batch:
     return make_batch([Query(ids, 0, list(blocks), state=STATES)], block_tokens=BLOCK_TOKENS, device=HOST)
 
 
-def make_cache(layer: LayerOp, tokens: int, through: Stored | None = None) -> LayerCache:
+def make_cache(
+    layer: LayerOp, tokens: int, through: Stored | None = None, positions: torch.Tensor | None = None
+) -> LayerCache:
     """What a layer is called with beside the step: caches in float32 for a sequence of so many tokens.
 
     Args:
         layer: the layer.
         tokens: of the sequence.
         through: applied to entries when they are written; None: they are stored as they are.
+        positions: what the layers before chose; None: there is no sparse attention.
     """
     request, states = next(iter(layer.kv_requests()), None), next(iter(layer.state_requests()), None)
     slots = -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+    if request is not None and any(op.has_sparse_attention for _, op in layer.sites()):
+        keys = next((OracleKV(other, BLOCK_TOKENS, slots) for other in layer.kv_requests()[1:]), None)
+        return IndexedCache(OracleKV(request, BLOCK_TOKENS, slots, through), keys, Selection(positions))
     kv = None if request is None else OracleKV(request, BLOCK_TOKENS, slots, through)
     stored = None if states is None else StateCache(states, max(STATES) + 1, torch.float32, HOST)
     return HybridCache(kv, stored) if kv is not None and stored is not None else kv or stored
@@ -113,4 +131,6 @@ def run_layer(
     layer: LayerOp, bound: Callable[..., Any], hidden: Hidden, ids: Sequence[int], through: Stored | None = None
 ) -> Hidden:
     """Run a bound layer over one window; `through` as of `make_cache`."""
-    return Hidden(*bound(hidden.x, hidden.residual, make_step(ids), make_cache(layer, len(ids), through)))
+    cache = make_cache(layer, len(ids), through, hidden.positions)
+    x, residual = bound(hidden.x, hidden.residual, make_step(ids), cache)
+    return Hidden(x, residual, cache.selection.positions if isinstance(cache, IndexedCache) else None)

@@ -118,10 +118,9 @@ class PartialCalibration:
         path = self._layer_path(self.done)
         _save(path, tensors, {"forms": json.dumps(forms), "report": json.dumps(asdict(report))})
         states = {}
-        for number, (x, residual) in enumerate(hidden):
-            states[f"x.{number}"] = x.contiguous()
-            if residual is not None:
-                states[f"residual.{number}"] = residual.contiguous()
+        for number, each in enumerate(hidden):
+            found = {name: tensor for name, tensor in each._asdict().items() if tensor is not None}
+            states.update({f"{name}.{number}": tensor.contiguous() for name, tensor in found.items()})
         _save(self._states_path(self.done), states, {})
         if self.done:
             self._states_path(self.done - 1).unlink(missing_ok=True)
@@ -134,10 +133,7 @@ class PartialCalibration:
             names = set(file.keys())
             count = sum(name.startswith("x.") for name in names)
             return [
-                Hidden(
-                    file.get_tensor(f"x.{i}"),
-                    file.get_tensor(f"residual.{i}") if f"residual.{i}" in names else None,
-                )
+                Hidden(**{p: file.get_tensor(f"{p}.{i}") for p in Hidden._fields if f"{p}.{i}" in names})
                 for i in range(count)
             ]
 

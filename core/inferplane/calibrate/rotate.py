@@ -160,7 +160,7 @@ class _RotatingModel:
     def _rotate_state(self, hidden: Hidden) -> Hidden:
         """The hidden state as the rotated layers see it."""
         residual = None if hidden.residual is None else self.rotation.columns(hidden.residual)
-        return Hidden(self.rotation.columns(hidden.x), residual)
+        return Hidden(self.rotation.columns(hidden.x), residual, hidden.positions)
 
     def _rotate_layer(self, where: str, layer: Op, after: Op, hidden: Hidden) -> Hidden:
         """Add a layer's changes; returns what the layer returns as it is."""

@@ -120,7 +120,7 @@ def on_references(model: CausalLM, weights: Mapping[int, torch.Tensor | QTensor]
 
 
 def _requests(model: CausalLM) -> list[KVRequest]:
-    return [request for layer in model.layers for request in layer.kv_requests()[:1]]
+    return [request for layer in list_requests(model.layers) for request in layer.of_tokens]
 
 
 SEQUENCES = 3

@@ -22,6 +22,8 @@ MAX_PADDING = 0.1
 MAX_WIDEST_PADDING = 0.03
 """The same for the group with the widest window alone, which has most blocks when sequences are long."""
 
+INDEX_KEYS = "index_keys"
+"""The kind of what a layer keeps beside its entries, in the same table, and in a storage of its own."""
 Windows = Sequence[int | None]
 """The widest window of the layers of each block table, in tokens; None: a layer attends to all."""
 
@@ -55,7 +57,8 @@ class TablePlan:
 
     Args:
         windows: of each table; the first is the widest.
-        table_of: number of each layer's table; drafting layers come after the model's and have table 0.
+        table_of: number of each layer's table; drafting layers come after the model's and have table 0. A layer with
+            index keys occurs twice in a row.
         storage_of: number of each layer's storage.
         storages: what each storage stores; a block has memory in all of its pool.
         reason: in words, why layers with a window share the table of layers that keep more; empty: none do.
@@ -96,10 +99,17 @@ class TablePlan:
 
     def data(self) -> dict[str, Any]:
         """The tables as JSON-ready data, for `explain` and `estimate`."""
-        layers = [self.table_of.count(table) for table in range(self.num_tables)]
-        rows = zip(self.windows, layers, self.list_pools())
+        rows = zip(self.windows, self.count_layers(), self.list_pools())
         tables = [{"window": window, "layers": n, "pool": pool} for window, n, pool in rows]
-        return {"tables": tables, "shared_because": self.reason}
+        data: dict[str, Any] = {"tables": tables, "shared_because": self.reason}
+        with_keys = sum(request.kind == INDEX_KEYS for request in self.storages)
+        return {**data, "index_keys": with_keys} if with_keys else data
+
+    def count_layers(self) -> tuple[int, ...]:
+        """The number of layers of each table."""
+        kinds = [self.storages[storage].kind for storage in self.storage_of]
+        tables = [table for table, kind in zip(self.table_of, kinds) if kind != INDEX_KEYS]
+        return tuple(tables.count(table) for table in range(self.num_tables))
 
 
 def single_table(requests: Sequence[KVRequest], also: Sequence[KVRequest] = (), reason: str = "") -> TablePlan:

@@ -31,6 +31,8 @@ from inferplane.ops.recurrent.mixers import GatedDeltaNet, Mamba2Mixer, ShortCon
 from inferplane.ops.recurrent.norm import GatedRMSNorm, SiluGate
 from inferplane.ops.recurrent.scan import SelectiveScan
 from inferplane.ops.sampling import SampleTokens
+from inferplane.ops.sparse.attention import SparseMLAAbsorbed, SparseMLABlock, SparseMLAExpanded, hide_others
+from inferplane.ops.sparse.indexer import IndexDims, IndexKeyWrite, IndexSelect, LightningIndexer, choose_positions
 
 __all__ = [
     "EXTENSIONS",
@@ -62,10 +64,14 @@ __all__ = [
     "GatedMLP",
     "GatedRMSNorm",
     "HybridBlock",
+    "IndexDims",
+    "IndexKeyWrite",
+    "IndexSelect",
     "KVWrite",
     "KimiDeltaAttention",
     "LMHead",
     "LayerNorm",
+    "LightningIndexer",
     "Linear",
     "MLAAbsorbed",
     "MLABlock",
@@ -98,13 +104,18 @@ __all__ = [
     "ShortcutLayer",
     "SiluGate",
     "SiluMul",
+    "SparseMLAAbsorbed",
+    "SparseMLABlock",
+    "SparseMLAExpanded",
     "WidthRMSNorm",
     "Workload",
+    "choose_positions",
     "clamp_gate",
     "dequantize_rows",
     "each_range",
     "encode",
     "extension",
+    "hide_others",
     "make_hadamard",
     "mask_pairs",
     "placeholder",

@@ -31,6 +31,7 @@ from inferplane.ops.moe import MoE
 from inferplane.ops.op import BLOCK, EXTENSIONS, Cost, Op, Sample, Workload, extension, placeholder
 from inferplane.ops.recurrent.block import RecurrentBlock
 from inferplane.ops.sampling import SampleTokens
+from inferplane.ops.sparse.attention import SparseMLABlock
 from inferplane.types import Batch, KVCache, LayerKV, LayerPlace, Weight
 from inferplane.types.batch import TableRows
 
@@ -46,7 +47,8 @@ class DecoderLayer(Op, name="decoder_layer"):
 
     Args of the call:
         x: `[T, D]`. residual: `[T, D]` or None in the first layer. batch: the step. kv: the layer's cache, changed: a
-            `LayerKV`, a `StateCache` where the block is recurrent, or both as a `HybridCache`.
+            `LayerKV`, a `StateCache` where the block is recurrent, both as a `HybridCache`, or an `IndexedCache` where
+            it reads chosen tokens alone.
 
     Returns:
         x and residual, each `[T, D]`.
@@ -57,7 +59,7 @@ class DecoderLayer(Op, name="decoder_layer"):
     tolerance = BLOCK
 
     attn_norm: AddRMSNorm
-    attn: GQABlock | MLABlock | RecurrentBlock | HybridBlock
+    attn: GQABlock | MLABlock | SparseMLABlock | RecurrentBlock | HybridBlock
     mlp_norm: AddRMSNorm
     mlp: GatedMLP | MoE
 

@@ -9,7 +9,19 @@ from typing import Any
 import torch
 
 from inferplane.ops.op import relative_error
-from inferplane.types import HOST, Batch, HybridCache, KVCache, KVRequest, LayerKV, QTensor, StateCache, StateRows
+from inferplane.types import (
+    HOST,
+    Batch,
+    HybridCache,
+    IndexedCache,
+    KVCache,
+    KVRequest,
+    LayerKV,
+    QTensor,
+    Selection,
+    StateCache,
+    StateRows,
+)
 
 Stored = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -73,6 +85,8 @@ def to_host(value: Any, *, widen: bool = False) -> Any:
         return t.float() if widen and t.is_floating_point() else t
     if isinstance(value, QTensor):
         return value.to(HOST)
+    if isinstance(value, Selection):
+        return Selection(to_host(value.positions))
     if isinstance(value, StateRows):
         return StateRows(*(to_host(slots) for slots in value))
     if isinstance(value, tuple):
@@ -112,6 +126,8 @@ def oracle_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
             return arg.convert(mirror, mirror_states)
         if isinstance(arg, HybridCache):
             return HybridCache(mirror(arg.kv), mirror_states(arg.states))
+        if isinstance(arg, IndexedCache):
+            return IndexedCache(mirror(arg.kv), arg.index_keys and mirror(arg.index_keys), to_host(arg.selection))
         if isinstance(arg, StateCache):
             return mirror_states(arg)
         return mirror(arg) if isinstance(arg, LayerKV) else to_host(arg, widen=True)

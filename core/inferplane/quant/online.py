@@ -99,10 +99,13 @@ DENSE = (
     "*.in_proj_qkvz.weight",
     "*.feed_forward.w[123].weight",
     "*.mlp.c_fc.weight",
+    "*.indexer.wq_b.weight",
 )
 """Names of weights of linear layers. Norms, routers and embeddings without a tied head are not quantized."""
 GATES = ("*.self_attn.[bg]_proj.weight", "*.self_attn.[fg]_[ab]_proj.weight")
 """Linear layers of gates and rates of decay, which are small and stay plain, as those of other delta nets."""
+INDEX = ("*.indexer.wk.weight", "*.indexer.weights_proj.weight")
+"""Linear layers that decide which tokens are read, and stay plain as routers do."""
 LATENT = ("*.kv_b_proj.weight",)
 """Linear layers that attention also folds into the query: quantized if its kernels read the format."""
 
@@ -129,7 +132,7 @@ def find_role(name: str) -> str:
 
     if like(*LATENT):
         return "latent"
-    if like(*GATES):
+    if like(*GATES, *INDEX):
         return ""
     return "head" if name == HEAD else "experts" if like(*EXPERTS) else "dense" if like(*DENSE) else ""
 

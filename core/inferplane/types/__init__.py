@@ -16,6 +16,7 @@ from inferplane.types.kernel import (
 )
 from inferplane.types.kv import (
     HybridCache,
+    IndexedCache,
     KVCache,
     KVKind,
     KVLayout,
@@ -24,6 +25,7 @@ from inferplane.types.kv import (
     LayerKV,
     LayerPlace,
     Layouts,
+    Selection,
     register_kv_kind,
 )
 from inferplane.types.packed import PackedStorage, StoredWeight
@@ -54,6 +56,7 @@ __all__ = [
     "Features",
     "HostLens",
     "HybridCache",
+    "IndexedCache",
     "KVCache",
     "KVKind",
     "KVLayout",
@@ -73,6 +76,7 @@ __all__ = [
     "Probe",
     "QTensor",
     "Row",
+    "Selection",
     "Shard",
     "StateCache",
     "StateRequest",

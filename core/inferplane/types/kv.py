@@ -37,6 +37,8 @@ KV_KINDS: dict[str, KVKind] = {
     "gqa": KVKind("gqa", lambda request: ((request.heads, request.dim), (request.heads, request.v_dim))),
     # One latent vector and one rotated key part for all heads, in one row.
     "mla": KVKind("mla", lambda request: ((request.dim,),)),
+    # The key by which an indexer finds the tokens that sparse attention reads: one head, so one scale a token.
+    "index_keys": KVKind("index_keys", lambda request: ((request.heads, request.dim),)),
 }
 """Every kind by name."""
 
@@ -57,8 +59,8 @@ class KVRequest:
 
     Args:
         kind: a name of `KV_KINDS`: "gqa" (K and V per KV head), "mla" (one latent vector and one rotated key part for
-            all heads), or a kind that a plugin registers.
-        heads: KV heads (1 for "mla").
+            all heads), "index_keys" (one key of an indexer), or a kind that a plugin registers.
+        heads: KV heads (1 for "mla" and "index_keys").
         dim: entries per head in K ("mla": `kv_lora_rank + qk_rope_head_dim`).
         v_dim: entries per head in V (0 for "mla": V is part of the latent).
         window: attention reads only this many last tokens; None: all.
@@ -257,8 +259,34 @@ class HybridCache(NamedTuple):
     states: StateCache
 
 
-LayerCache = LayerKV | StateCache | HybridCache | None
-"""What a layer is called with: entries of tokens, states of sequences, both, or nothing."""
+class Selection:
+    """The positions that sparse attention reads in a step: the layer that chooses them sets them, and layers after it
+    may read the same ones. All layers of a model have one object.
+
+    Attributes: `positions`, int32 `[T, K]` as the op `index_select` returns them; None before the first step.
+
+    Args:
+        positions: of the step, if they are known already.
+    """
+
+    __slots__ = ("positions",)
+
+    def __init__(self, positions: torch.Tensor | None = None) -> None:
+        self.positions = positions
+
+
+class IndexedCache(NamedTuple):
+    """The caches of a layer with sparse attention: `index_keys` are those by which the layer chooses the tokens whose
+    entries it reads in `kv`; None where it reads what another layer chose. Both lie in the same blocks.
+    """
+
+    kv: LayerKV
+    index_keys: LayerKV | None
+    selection: Selection
+
+
+LayerCache = LayerKV | StateCache | HybridCache | IndexedCache | None
+"""What a layer is called with: entries of tokens, states of sequences, both, entries with an index, or nothing."""
 
 
 class LayerPlace(NamedTuple):
@@ -273,7 +301,7 @@ class KVCache:
     """The caches of all layers of a model: decoder layer i uses `layers[i]`, or `by_layer[i]` where there is one.
 
     Args:
-        layers: one `LayerKV` per layer that has one.
+        layers: one `LayerKV` per layer that has one; two, entries and index keys, per layer that has an indexer.
         blocks: number of blocks in each layer; the smallest one where they differ (`pools`).
         block_tokens: tokens per block, the same for every layer.
         extra: not used by Inferplane; what a backend's `build_kv_cache` put there in 0.1. It ends with the next minor
@@ -281,7 +309,7 @@ class KVCache:
         tables: number of the block table of each layer: layer i reads `batch.for_table(tables[i])`. Empty: all layers
             read the batch itself.
         by_layer: what each decoder layer is called with, where some layers keep states or nothing; their `LayerKV` are
-            those in `layers`, in order. Empty: every layer has one `LayerKV` and no states.
+            those in `layers`, in order. Empty: every layer has one `LayerKV` and nothing else.
         pools: number of blocks in the layers of each pool (`inferplane.kvcache.tables`); empty: there is one, and each
             layer has `blocks`.
     """
@@ -332,11 +360,15 @@ class KVCache:
         layers = tuple(map(convert_kv, self.layers, self.list_tables()))
         others: dict[int, Any] = {id(old): new for old, new in zip(self.layers, layers)}
         others |= {id(old): convert_states(old) for old in self.list_states()}
+        selection = Selection()
 
         def convert_place(place: LayerPlace) -> LayerPlace:
             cache: Any = place.cache
             if isinstance(cache, HybridCache):
                 return place._replace(cache=HybridCache(*(others[id(part)] for part in cache)))
+            if isinstance(cache, IndexedCache):
+                keys = None if cache.index_keys is None else others[id(cache.index_keys)]
+                return place._replace(cache=IndexedCache(others[id(cache.kv)], keys, selection))
             return place._replace(cache=others.get(id(cache)))
 
         return replace(self, layers=layers, by_layer=tuple(map(convert_place, self.by_layer)))

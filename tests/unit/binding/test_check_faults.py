@@ -19,7 +19,9 @@ FAULTS = {
     "last row halved": lambda t: torch.cat((t[:-1], t[-1:] * 0.5)),
     "nan": lambda t: t * torch.nan,
 }
-SAMPLED = [op for op in IN_TREE if op.samples() and op.name not in ("kv_write", "mla_kv_write", "sample")]
+WRITES = ("kv_write", "mla_kv_write", "index_key_write")
+CHOOSES = ("sample", "index_select", "lightning_indexer")
+SAMPLED = [op for op in IN_TREE if op.samples() and op.name not in (*WRITES, *CHOOSES)]
 
 
 def faulty(op, change):

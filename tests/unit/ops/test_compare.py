@@ -11,12 +11,13 @@ from inferplane.ops import OPS, Draw, MoERoute, RMSNorm
 from inferplane.ops.op import as_tuple, relative_error
 from tests.unit.support.small import F32, plan
 
+WRITES = ("kv_write", "mla_kv_write", "index_key_write")
 ROWS = [
     pytest.param(s, id=s.op.name)
     for s in (
         op.samples()[-1]
         for op in list(OPS.values())
-        if op.__module__.startswith("inferplane.") and op.samples() and op.name not in ("kv_write", "mla_kv_write")
+        if op.__module__.startswith("inferplane.") and op.samples() and op.name not in WRITES
     )
 ]
 

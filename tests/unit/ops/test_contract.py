@@ -168,7 +168,9 @@ def test_variants_and_hot_marks():
     assert set(MLABlock.variants) == {"absorbed", "expanded"} and not GQABlock.variants
     hot = {name for name, op in IN_TREE.items() if op.hot}
     products = {"linear", "lm_head", "clamped_experts", "moe_experts"}
-    assert hot == products | {"attention", "mla_expanded", "mla_absorbed", "gated_delta_rule", "selective_scan"}
+    sparse = {"index_select", "sparse_mla_expanded", "sparse_mla_absorbed"}
+    dense = {"attention", "mla_expanded", "mla_absorbed"}
+    assert hot == products | dense | sparse | {"gated_delta_rule", "selective_scan"}
     assert not SampleTokens.hot
 
 
@@ -178,6 +180,7 @@ def test_meanings_are_not_inherited():
     assert having == {
         "has_grouped_queries": ["gqa_block"],
         "has_latent_attention": ["mla_block"],
+        "has_sparse_attention": ["sparse_mla_block"],
         "is_gated_mlp": ["gated_mlp"],
         "has_recurrence": ["recurrent_block"],
         "is_delta_net": ["gated_delta_net"],

@@ -27,23 +27,23 @@ class PlainKV(LayerKV):
 
 
 @pytest.fixture
-def index_keys():
-    kind = KVKind("index_keys", lambda request: ((request.heads, request.dim), (request.v_dim,)))
+def indexed_keys():
+    kind = KVKind("indexed_keys", lambda request: ((request.heads, request.dim), (request.v_dim,)))
     register_kv_kind(kind)
-    yield KVRequest("index_keys", 2, 4, 3)
-    del KV_KINDS["index_keys"]
+    yield KVRequest("indexed_keys", 2, 4, 3)
+    del KV_KINDS["indexed_keys"]
 
 
-def test_a_plugin_names_a_kind(index_keys):
-    assert index_keys.entry_shapes == ((2, 4), (3,)) and index_keys.entries == 11
-    _, kv = Draw(1, torch.float32, build_kv=PlainKV).step(index_keys, [(1, 4), (2, 2)])
+def test_a_plugin_names_a_kind(indexed_keys):
+    assert indexed_keys.entry_shapes == ((2, 4), (3,)) and indexed_keys.entries == 11
+    _, kv = Draw(1, torch.float32, build_kv=PlainKV).step(indexed_keys, [(1, 4), (2, 2)])
     assert [tuple(t.shape) for t in kv.read(torch.tensor([0, 2]), 3)] == [(3, 2, 4), (3, 3)]
 
 
-def test_names_are_unique_and_known(index_keys):
+def test_names_are_unique_and_known(indexed_keys):
     with pytest.raises(UsageError, match="registered already"):
-        register_kv_kind(KVKind("index_keys", lambda request: ()))
-    with pytest.raises(UsageError, match=r"'state' is unknown.*gqa, index_keys, mla"):
+        register_kv_kind(KVKind("indexed_keys", lambda request: ()))
+    with pytest.raises(UsageError, match=r"'state' is unknown.*gqa, index_keys, indexed_keys, mla"):
         assert KVRequest("state", 1, 4).entries
 
 

@@ -242,7 +242,7 @@ def estimate(runner: PlannedModel, memory: int | None, max_num_batched_tokens: i
         model_positions=runner.max_model_len,
         window=widest_window(tables.windows),
         step_tokens=max_num_batched_tokens,
-        table_layers=tuple(tables.table_of.count(i) for i in range(tables.num_tables)),
+        table_layers=tables.count_layers(),
         unreleased_window=runner.count_unreleased_bytes(),
         state_sequence=runner.count_state_bytes(),
         devices=runner.options.ranks,

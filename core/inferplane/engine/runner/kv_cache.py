@@ -25,16 +25,20 @@ from inferplane.kvcache import (
     paged_layout,
     static_layout,
 )
+from inferplane.kvcache.int4 import DTYPES as INT4_DTYPES
+from inferplane.kvcache.tables import INDEX_KEYS
 from inferplane.ops import CausalLM, Op
 from inferplane.types import (
     Backend,
     HybridCache,
+    IndexedCache,
     KVCache,
     KVLayout,
     KVRequest,
     LayerCache,
     LayerKV,
     LayerPlace,
+    Selection,
     StateCache,
     StateRequest,
 )
@@ -63,6 +67,9 @@ def kv_layouts_for(
     """The layouts that the cache of one kind of layer may have: those of the device with the KV dtype and the block
     size of the options. Binding then picks one that the attention kernels read.
 
+    Index keys have a scale a token and at least 8 bits, whatever the entries beside them have: which tokens are read
+    depends on them.
+
     Args:
         backend: of the device; core's paged layouts if it has none of its own.
         request: the entries that a layer stores.
@@ -80,8 +87,13 @@ def kv_layouts_for(
         paged_layout(DEFAULT_BLOCK_TOKENS, kv_dtype) for kv_dtype in list_kv_dtypes(request)
     ]
     kv_dtype = options.kv_cache_dtype.removesuffix(STATIC_SUFFIX)
+    if is_index := request.kind == INDEX_KEYS:
+        kv_dtype = "int8" if kv_dtype in INT4_DTYPES else kv_dtype
     fitting = [x for x in known if x.kv_dtype == kv_dtype]
-    if kv_dtype != options.kv_cache_dtype:
+    if is_index:
+        portable = [paged_layout(known[0].block_tokens, kv_dtype)] if kv_dtype in list_kv_dtypes(request) else []
+        fitting = [x for x in fitting if not x.has_static_scales] or portable
+    elif kv_dtype != options.kv_cache_dtype:
         own = [x for x in fitting if x.has_static_scales]
         portable = [static_layout(known[0].block_tokens, kv_dtype)] if kv_dtype in STATIC_DTYPES else []
         fitting = own or portable
@@ -213,23 +225,39 @@ class CachePlan:
 
 
 class LayerRequests(NamedTuple):
-    """What a layer keeps of each token, and of each sequence; None: nothing."""
+    """What a layer keeps of each token, and of each sequence; None: nothing.
+
+    Args:
+        kv: the entries that attention reads. states: of sequences.
+        index_keys: those by which the layer chooses what attention reads.
+        is_sparse: whether attention reads what this layer or one before it chose.
+    """
 
     kv: KVRequest | None
     states: StateRequest | None
+    index_keys: KVRequest | None = None
+    is_sparse: bool = False
 
     @property
     def keeps_entries_only(self) -> bool:
-        """Whether it keeps entries of tokens and nothing else, as in a model without recurrent layers."""
-        return self.kv is not None and self.states is None
+        """Whether it keeps entries of tokens and nothing else, as in a model of attention that reads all of them."""
+        return self.kv is not None and self.states is None and not self.is_sparse
+
+    @property
+    def of_tokens(self) -> tuple[KVRequest, ...]:
+        """All that it keeps of each token."""
+        return tuple(request for request in (self.kv, self.index_keys) if request is not None)
 
 
 def list_requests(layers: Iterable[Op]) -> list[LayerRequests]:
     """What each of some layers keeps."""
-    return [
-        LayerRequests(next(iter(layer.kv_requests()), None), next(iter(layer.state_requests()), None))
-        for layer in layers
-    ]
+    return [_requests_of(layer) for layer in layers]
+
+
+def _requests_of(layer: Op) -> LayerRequests:
+    kv, index_keys, *_ = (*layer.kv_requests(), None, None)
+    is_sparse = any(op.has_sparse_attention for _, op in layer.sites())
+    return LayerRequests(kv, next(iter(layer.state_requests()), None), index_keys, is_sparse)
 
 
 def build_pools(
@@ -270,14 +298,19 @@ def place_caches(
 
     Args:
         requests: of all layers.
-        kv: the caches of the layers that keep entries, in order. tables: numbers of their block tables.
+        kv: the caches of the layers that keep entries, in order; index keys follow a layer's entries.
+        tables: numbers of their block tables.
         num_sequences: largest number of sequences that have states at a time.
         dtype: of the plan. device: of the states.
     """
-    slots, left = StatePool(num_sequences).slots, iter(zip(kv, tables))
+    slots, left, selection = StatePool(num_sequences).slots, iter(zip(kv, tables)), Selection()
 
     def place(request: LayerRequests) -> LayerPlace:
         own, table = (None, 0) if request.kv is None else next(left)
+        if request.is_sparse and own is not None:
+            return LayerPlace(
+                IndexedCache(own, None if request.index_keys is None else next(left)[0], selection), table
+            )
         states = None if request.states is None else StateCache(request.states, slots, dtype, device)
         cache: LayerCache = own or states
         return LayerPlace(HybridCache(own, states) if own is not None and states is not None else cache, table)

@@ -33,7 +33,7 @@ from inferplane.kvcache import TablePlan, divide_budget
 from inferplane.models import constructor
 from inferplane.plugins import Event, PluginHost
 from inferplane.renamed import old_attributes
-from inferplane.types import Backend, Batch, KVCache, KVRequest, LayerKV, Placement, StepKind
+from inferplane.types import Backend, Batch, KVCache, KVRequest, LayerCache, Placement, StepKind
 from inferplane.types.batch import make_batch
 
 
@@ -329,10 +329,11 @@ class Runner(PlannedModel):
         """
         return {kind: view_of(step).mtp[index] for kind, step in self.steps.items()}
 
-    def draft_cache(self, index: int) -> LayerKV:
+    def draft_cache(self, index: int) -> LayerCache:
         """The cache of draft layer number `index`, whose blocks are those of the first table."""
         assert self.cache is not None
-        return self.cache.layers[len(self.model.layers) + index]
+        number = len(self.model.layers) + index
+        return self.cache.by_layer[number].cache if self.cache.by_layer else self.cache.layers[number]
 
 
 def check_before_download(

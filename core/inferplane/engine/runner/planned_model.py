@@ -243,8 +243,10 @@ class PlannedModel(DeviceModel):
         return list_requests((*self.model.layers, *self.model.mtp))
 
     def kv_requests(self) -> list[KVRequest]:
-        """The entries that each layer stores which stores any, in the order of the layers."""
-        return [request.kv for request in self.layer_requests() if request.kv is not None]
+        """The entries that each layer stores which stores any, in the order of the layers; index keys follow a layer's
+        entries.
+        """
+        return [request for layer in self.layer_requests() for request in layer.of_tokens]
 
     def count_state_bytes(self) -> int:
         """Bytes that recurrent layers keep of a sequence, in both of its slots; 0 if there are no such layers."""
@@ -260,7 +262,7 @@ class PlannedModel(DeviceModel):
     def _deal_layers(self, also: Sequence[KVRequest]) -> TablePlan:
         """`deal_layers`, for the layouts of the plan; `also`: the layers of a draft model."""
         requests = self.kv_requests()
-        count = len(requests) - sum(bool(layer.kv_requests()) for layer in self.model.mtp)
+        count = len(requests) - sum(len(layer.kv_requests()) for layer in self.model.mtp)
 
         def form(request: KVRequest) -> tuple[KVRequest, str, int]:
             layout = self.plan.layouts[request]

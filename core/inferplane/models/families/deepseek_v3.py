@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from inferplane.models.build import Build
-from inferplane.models.parts import decoder_layer, decoder_model, fine_grained_experts, latent_attention
+from inferplane.models.parts import decoder_model, fine_grained_experts, latent_attention, with_prediction_layers
 from inferplane.models.registry import architecture
-from inferplane.ops import CausalLM, LMHead, MTPLayer
+from inferplane.ops import CausalLM
 
 
 @architecture(
@@ -41,26 +39,6 @@ def deepseek_v3(build: Build) -> CausalLM:
     """
     config = build.config
     config.refuse(scoring_func=("sigmoid",), topk_method=("noaux_tc",), moe_layer_freq=(1,))
-    width, layers = config.size("hidden_size"), config.size("num_hidden_layers")
     attention = latent_attention(build, interleave=config.flag("rope_interleave"))
     feed_forward = fine_grained_experts(build)
-    model = decoder_model(build, attention, feed_forward)
-
-    def mtp(i: int) -> MTPLayer:
-        prefix = f"model.layers.{i}"
-        return MTPLayer(
-            embed=model.embed,  # published checkpoints repeat the embedding and the head; they are the main model's own
-            enorm=build.rms_norm(f"{prefix}.enorm", width),
-            hnorm=build.rms_norm(f"{prefix}.hnorm", width),
-            eh_proj=build.linear(f"{prefix}.eh_proj", rows=width, columns=2 * width),
-            layer=decoder_layer(build, i, attention(i, f"{prefix}.self_attn"), feed_forward(i, f"{prefix}.mlp")),
-            norm=build.add_rms_norm(f"{prefix}.shared_head.norm", width),
-            head=LMHead(model.head.weight),
-            gather=build.gather(),
-        )
-
-    extra = config.count("num_nextn_predict_layers")
-    for k in range(extra):
-        unread = ("embed_tokens.weight", "shared_head.head.weight") if build.mtp else ("*",)
-        build.ignore(*(f"model.layers.{layers + k}.{name}" for name in unread))
-    return replace(model, mtp=tuple(mtp(layers + k) for k in range(extra))) if build.mtp else model
+    return with_prediction_layers(build, decoder_model(build, attention, feed_forward), attention, feed_forward)

@@ -37,6 +37,7 @@ from inferplane.models.parts.layers import (
     norm_output_quant,
     plain_mlp,
 )
+from inferplane.models.parts.prediction import with_prediction_layers
 from inferplane.models.parts.recurrent import (
     gated_delta_net,
     kimi_delta_attention,
@@ -45,6 +46,7 @@ from inferplane.models.parts.recurrent import (
     short_convolution,
 )
 from inferplane.models.parts.rotation import Rotation, find_rotated_layers, head_size, rotate_all, rotate_some, rotation
+from inferplane.models.parts.sparse_attention import sparse_latent_attention
 
 __all__ = [
     "LATENT_EPS",
@@ -87,6 +89,8 @@ __all__ = [
     "short_convolution",
     "sliding_window",
     "softmax_experts",
+    "sparse_latent_attention",
     "with_head_gates",
+    "with_prediction_layers",
     "with_sinks",
 ]

@@ -84,7 +84,14 @@ def decoder_layer(build: Build, i: int, attn: Any, mlp: Any, form: LayerForm = P
 
 
 def input_weights(
-    block: ops.GQABlock | ops.MLABlock | ops.RecurrentBlock | ops.HybridBlock | ops.GatedMLP | ops.MLP | ops.MoE,
+    block: ops.GQABlock
+    | ops.MLABlock
+    | ops.SparseMLABlock
+    | ops.RecurrentBlock
+    | ops.HybridBlock
+    | ops.GatedMLP
+    | ops.MLP
+    | ops.MoE,
 ) -> list[Weight]:
     """The weights that a block multiplies its input by. Routers are left out: their input is never quantized."""
     if isinstance(block, ops.HybridBlock):
@@ -99,6 +106,9 @@ def input_weights(
         return [block.qkv.weight, *([] if block.head_gate is None else [block.head_gate.weight])]
     if isinstance(block, ops.MLABlock):
         return [(block.q_a or block.q_b).weight, block.kv_a.weight]
+    if isinstance(block, ops.SparseMLABlock):
+        indexer = [] if block.indexer is None else [block.indexer.wk.weight]
+        return [block.q_a.weight, block.kv_a.weight, *indexer]
     if isinstance(block, ops.GatedMLP):
         return [block.gate_up.weight]
     if isinstance(block, ops.MLP):
@@ -180,13 +190,13 @@ def model_around(
 def layer_kinds(
     config: Config, known: tuple[str, ...], left_out: Sequence[str], entry: str = "layer_types"
 ) -> list[str]:
-    """The kind of each layer: the entry `layer_types`, or `left_out` if the config lacks it.
+    """The kind of each layer: `layer_types`, or another entry, or `left_out` if the config lacks it.
 
     Args:
         config: the model's.
         known: kinds that are implemented.
         left_out: what stands for an absent entry.
-        entry: its name, where it is not that of kinds of attention.
+        entry: of the config.
 
     Raises:
         CheckpointError: it is not a list with a name for each layer.

@@ -23,10 +23,11 @@ from inferplane.ops.moe import MoE
 from inferplane.ops.op import BLOCK, Op, Sample, placeholder
 from inferplane.ops.recurrent.block import RecurrentBlock, quantize_mixer
 from inferplane.ops.recurrent.ragged import draw_batch
+from inferplane.ops.sparse.attention import SparseMLABlock
 from inferplane.types import Batch
 
 NormBefore = AddRMSNorm | AddNorm
-Attention = GQABlock | MLABlock | RecurrentBlock | HybridBlock
+Attention = GQABlock | MLABlock | SparseMLABlock | RecurrentBlock | HybridBlock
 FeedForward = GatedMLP | MLP | MoE
 
 

@@ -57,9 +57,9 @@ def list_layers(model: DeviceModel, plan: Plan, tree: CausalLM, drafters: Iterab
     owners = {id(layer): drafter.files for drafter in drafters for layer in drafter.layers.layers}
     found = []
     for layer in (*tree.layers, *tree.mtp):
-        if requests := layer.kv_requests():
+        for request in layer.kv_requests():
             drafts = {MTPLayer: "mtp", EagleLayer: "eagle"}.get(type(layer), "")
-            found.append(CachedLayer(find_layer(layer), owners.get(id(layer), model.files), requests[0], drafts))
+            found.append(CachedLayer(find_layer(layer), owners.get(id(layer), model.files), request, drafts))
     if model.options.load_format != "dummy" and model.files.has_weights:
         _check_drafters(model, plan, found)
     return found

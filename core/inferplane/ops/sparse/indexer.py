@@ -1,0 +1,278 @@
+"""The lightning indexer: cheap scores of all earlier tokens, by which each query chooses those that attention reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from inferplane.ops.attention import mask_pairs
+from inferplane.ops.basic import Rope, rope_table
+from inferplane.ops.draw import Draw, Sequences, step_inputs
+from inferplane.ops.forms.norms import LayerNorm
+from inferplane.ops.forms.rotation import PartialRope
+from inferplane.ops.linear import Linear
+from inferplane.ops.op import EXACT, Comparison, Cost, Op, Sample, Workload, placeholder
+from inferplane.types import Batch, KVRequest, LayerKV, StepKind, Weight
+
+SWAPPED = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), 0.02)
+"""Tolerance of selections: the share of a row's positions that may be others, where sums in another order swap two
+scores that are almost equal."""
+
+
+@dataclass(frozen=True)
+class IndexDims:
+    """Sizes of an indexer.
+
+    Args:
+        heads: its query heads J; all ranks have all of them.
+        dim: entries per head and of a token's key E.
+        rope: the first entries of each head, which are rotated.
+        top: the number of tokens that a query chooses K.
+    """
+
+    heads: int
+    dim: int
+    rope: int
+    top: int
+
+    @property
+    def request(self) -> KVRequest:
+        """The cache request: one key of E entries per token."""
+        return KVRequest("index_keys", 1, self.dim, rope=self.rope)
+
+    @property
+    def scale(self) -> float:
+        """The factor of the heads' weights."""
+        return float(self.heads**-0.5 * self.dim**-0.5)
+
+
+class IndexKeyWrite(Op, name="index_key_write"):
+    """Store the index key of each token; rows with slot -1 are ignored.
+
+    Args of the call:
+        k: `[T, 1, E]`, rotated. batch: its `slots` `[T]`. kv: the layer's index keys, changed.
+
+    Returns:
+        None.
+
+    Source: DeepSeek-V3.2, arXiv 2512.02556, section 2.1.
+    """
+
+    tolerance = EXACT
+    writes_cache = True
+
+    kv: KVRequest
+
+    def __call__(self, k: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
+        kv.write(batch.slots, k)
+
+    def cost(self, load: Workload) -> Cost:
+        """Bytes read and written."""
+        return Cost(2 * load.tokens * self.kv.entries * load.dtype.itemsize)
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """Decode and mixed steps over caches with history; V3.2's own size."""
+
+        def sample(label: str, dim: int, sequences: Sequences, kind: StepKind) -> Sample:
+            request = KVRequest("index_keys", 1, dim)
+            tensors = lambda d, t: (d.normal(t, 1, dim),)  # noqa: E731
+            return Sample(label, IndexKeyWrite(request), step_inputs(request, sequences, tensors), kind)
+
+        return [
+            sample("decode", 32, [(1, 5), (2, 70)], "decode"),
+            sample("mixed", 32, [(1, 130), (50, 0), (9, 63)], "mixed"),
+            sample("v32_decode", 128, [(1, 127), (2, 70)], "decode"),
+        ]
+
+
+class IndexSelect(Op, name="index_select", hot=True):
+    """The K positions with the largest index scores that each query may see: `s = sum_j w_j relu(q_j . k)`.
+
+    A query at position p chooses among 0..p; of equal scores the lower position wins. Where p < K it chooses all of
+    them, whatever the scores are. Scores and sums in float32; 0 and -0 are equal.
+
+    Args of the call:
+        q: `[T, J, E]`, rotated. w: float32 `[T, J]`, of any sign.
+        batch: the step; its own keys are already in the cache. kv: the layer's index keys.
+
+    Returns:
+        int32 `[T, K]`: each row has the positions, in any order, then -1 for the rest. Rows of padding are undefined.
+
+    Source: DeepSeek-V3.2, arXiv 2512.02556, section 2.1, "lightning indexer" and "fine-grained token selection".
+    """
+
+    tolerance = SWAPPED
+    compares_entries = False
+
+    dims: IndexDims
+    kv: KVRequest
+
+    def __call__(self, q: torch.Tensor, w: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+        chosen = torch.full((q.shape[0], self.dims.top), -1, dtype=torch.int32, device=q.device)
+        for a, b, n, table in batch.rows():
+            k = kv.read(table, n)[0][:, 0].float()
+            s = torch.einsum("qj,qjk->qk", w[a:b], torch.einsum("qje,ke->qjk", q[a:b].float(), k).relu())
+            s = s.masked_fill(mask_pairs(b - a, n, None, q.device), -torch.inf)
+            chosen[a:b] = choose_positions(s, n, self.dims.top)
+        return chosen
+
+    def cost(self, load: Workload) -> Cost:
+        """Reading the keys once; scores of all pairs."""
+        moved = load.kv_tokens * self.kv.entries * load.dtype.itemsize + 4 * load.tokens * self.dims.top
+        return Cost(moved, 2.0 * load.pairs * self.dims.heads * (self.dims.dim + 1))
+
+    @classmethod
+    def compare(cls, got: Any, want: Any) -> Comparison:
+        """The largest share of a row's positions that are others than the oracle's; infinite where a position occurs
+        twice, or -1 does not stand for as many."""
+        if tuple(got.shape) != tuple(want.shape):
+            return Comparison(float("inf"), f"shape {list(got.shape)} instead of {list(want.shape)}")
+        worst = Comparison(0.0)
+        for i, (g, u) in enumerate(zip(got.tolist(), want.tolist())):
+            found, expected = [p for p in g if p >= 0], {p for p in u if p >= 0}
+            if len(found) != len(set(found)) or len(found) != len(expected):
+                return Comparison(float("inf"), f"row {i} has {len(set(found))} positions instead of {len(expected)}")
+            error = len(expected - set(found)) / max(1, len(expected))
+            worst = Comparison(error, f"row {i}") if error > worst.error else worst
+        return worst
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """Contexts below, at and beyond K; equal scores; weights of both signs; V3.2's own sizes."""
+        small, real = IndexDims(4, 32, 16, 16), IndexDims(64, 128, 64, 64)
+
+        def sample(label: str, d: IndexDims, sequences: Sequences, kind: StepKind, *, ties: bool = False) -> Sample:
+            def tensors(draw: Draw, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+                w = draw.normal(tokens, d.heads, dtype=torch.float32)
+                return draw.normal(tokens, d.heads, d.dim), w * 0 if ties else w
+
+            inputs = step_inputs(d.request, sequences, tensors, written=True)
+            return Sample(label, IndexSelect(d, d.request), inputs, kind)
+
+        return [
+            sample("decode", small, [(1, 70), (2, 9)], "decode"),
+            sample("mixed", small, [(1, 15), (1, 16), (3, 100), (40, 0), (9, 120)], "mixed"),
+            sample("drafts", small, [(8, 300), (1, 0)], "decode"),
+            sample("ties", small, [(2, 90), (1, 30)], "decode", ties=True),
+            sample("v32_decode", real, [(1, 300), (2, 40)], "decode"),
+            sample("v32_mixed", real, [(33, 150)], "mixed"),
+        ]
+
+
+def choose_positions(scores: torch.Tensor, tokens: int, top: int) -> torch.Tensor:
+    """The positions of the largest scores of each row, the lower of equal ones, ascending, then -1: int32 `[Q, top]`.
+
+    Args:
+        scores: float32 `[Q, tokens]` of the last Q tokens; -inf where a query does not see a position.
+        tokens: length of the sequence.
+        top: how many are chosen at most.
+    """
+    count = min(top, tokens)
+    found = scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    seen = scores.gather(1, found) > -torch.inf
+    found = torch.where(seen, found, tokens).sort(-1).values
+    found = torch.where(found == tokens, -1, found)
+    return torch.nn.functional.pad(found, (0, top - count), value=-1).int()
+
+
+class LightningIndexer(Op, name="lightning_indexer"):
+    """Index queries, key and weights of each token, the key's cache write, and the selection.
+
+    `q = rope(wq_b(c)); k = rope(k_norm(wk(x))); w = weights_proj(x) J^-1/2 E^-1/2; select(q, w)` over the keys of the
+    step and all before it. Only the first P entries of a head are rotated; the weights are in float32 throughout.
+
+    Args of the call:
+        x: `[T, D]`, what the block reads. c: `[T, Q]`, the normed low-rank query of the block's attention.
+        batch: the step. kv: the layer's index keys, changed.
+
+    Returns:
+        int32 `[T, K]`, as of `index_select`.
+
+    Source: DeepSeek-V3.2, arXiv 2512.02556, section 2.1; names of weights as in the published checkpoints.
+    """
+
+    tolerance = SWAPPED
+    compares_entries = False
+
+    wq_b: Linear
+    wk: Linear
+    k_norm: LayerNorm
+    weights_proj: Linear
+    rope: PartialRope | Rope
+    write: IndexKeyWrite
+    select: IndexSelect
+    dims: IndexDims
+
+    def __call__(self, x: torch.Tensor, c: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+        d = self.dims
+        q = self.rope(self.wq_b(c).view(x.shape[0], d.heads, d.dim), batch.positions)
+        self.write(self.rope(self.k_norm(self.wk(x))[:, None], batch.positions), batch, kv)
+        return self.select(q, self.weights_proj(x) * d.scale, batch, kv)
+
+    @classmethod
+    def compare(cls, got: Any, want: Any) -> Comparison:
+        """As of `index_select`."""
+        return IndexSelect.compare(got, want)
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """Both rotations; decode and mixed steps; contexts below and beyond K. Rounding cannot swap positions."""
+        small, real = IndexDims(8, 32, 16, 32), IndexDims(64, 128, 64, 64)
+
+        def sample(label: str, d: IndexDims, sequences: Sequences, kind: StepKind, *, pairs: bool = False) -> Sample:
+            op = make_indexer(d, 64, 40, interleaved=pairs)
+
+            def inputs(draw: Draw) -> tuple[Any, ...]:
+                batch, kv = step_of_few_keys(draw, d.request, sequences)
+                return draw.normal(batch.tokens, 64).abs(), draw.normal(batch.tokens, 40), batch, kv
+
+            return Sample(label, op, inputs, kind)
+
+        return [
+            sample("decode", small, [(1, 120), (3, 20)], "decode"),
+            sample("interleaved", small, [(2, 120)], "decode", pairs=True),
+            sample("mixed", small, [(1, 150), (20, 0), (12, 100)], "mixed"),
+            sample("v32_decode", real, [(1, 200), (2, 40)], "decode"),
+        ]
+
+
+def make_indexer(d: IndexDims, width: int, rank: int, *, interleaved: bool = False) -> LightningIndexer:
+    """An indexer for samples whose heads' weights are equal and positive where the entries of x are."""
+    even = Weight((), (d.heads, width), torch.float32, make=lambda: torch.full((d.heads, width), 1 / width))
+    rope = Rope(rope_table(d.rope), interleaved)
+    return LightningIndexer(
+        wq_b=Linear(placeholder(d.heads * d.dim, rank)),
+        wk=Linear(placeholder(d.dim, width)),
+        k_norm=LayerNorm(placeholder(d.dim), 1e-6, placeholder(d.dim)),
+        weights_proj=Linear(even, out_dtype=torch.float32),
+        rope=PartialRope(rope, d.rope) if d.rope < d.dim else rope,
+        write=IndexKeyWrite(d.request),
+        select=IndexSelect(d, d.request),
+        dims=d,
+    )
+
+
+KEY_EVERY = 13
+"""In a sample's history, one key of so many is not zero."""
+
+
+def step_of_few_keys(draw: Draw, request: KVRequest, sequences: Sequences) -> tuple[Batch, LayerKV]:
+    """As `Draw.step`, with the keys of `write_few_keys` as history."""
+    batch, kv = draw.step(request, sequences)
+    write_few_keys(draw, kv, int(batch.block_tables.max()) + 1)
+    return batch, kv
+
+
+def write_few_keys(draw: Draw, kv: LayerKV, blocks: int) -> None:
+    """Fill all slots of the first blocks with keys, most of which are zero. Scores of these are exactly equal in every
+    precision, so what is chosen of them is decided by position. The others have larger scores where the weights are
+    positive, and are fewer than an indexer of the samples chooses.
+    """
+    slots = torch.arange(blocks * kv.block_tokens)
+    is_key = (slots % KEY_EVERY == 0).to(draw.dtype).to(draw.device)
+    (keys,) = draw.kv_entries(kv.request, len(slots))
+    kv.write(slots.to(draw.device), keys * is_key[:, None, None])

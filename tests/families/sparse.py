@@ -1,0 +1,70 @@
+"""Configs of the families whose attention reads chosen tokens: contexts are below, at and far beyond their number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.e2e.tiny_models import YARN
+
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 40,
+    "kv_lora_rank": 48,
+    "q_lora_rank": 40,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "index_n_heads": 24,
+    "index_head_dim": 32,
+    "index_topk": 16,
+}
+
+SPARSE: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        SIZES,
+        {
+            "plain": {},
+            "odd": {
+                "num_hidden_layers": 3,
+                "mlp_layer_types": ["sparse", "dense", "sparse"],
+                "n_group": 4,
+                "topk_group": 2,
+                "num_experts_per_tok": 4,
+                "norm_topk_prob": False,
+                "qk_nope_head_dim": 12,
+                "v_head_dim": 20,
+                "index_n_heads": 19,
+                "index_head_dim": 16,
+                "index_topk": 7,
+                "vocab_size": 101,
+                "tie_word_embeddings": True,
+            },
+            "yarn": {"rope": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0}, "rms_norm_eps": 1e-3, "index_topk": 24},
+            "all": {"index_topk": 512, "attention_bias": True},
+        },
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsaConfig",
+        SIZES,
+        {
+            "shared": {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
+            "each": {"index_topk": 21, "index_head_dim": 40, "num_hidden_layers": 3, "vocab_size": 101},
+            "period": {"num_hidden_layers": 5, "index_topk_freq": 3, "index_skip_topk_offset": 2, "index_topk": 11},
+            "pattern": {
+                "num_hidden_layers": 4,
+                "index_topk_pattern": "FSSF",
+                "n_group": 2,
+                "topk_group": 2,
+                "index_topk": 13,
+            },
+        },
+    ),
+}
