@@ -181,6 +181,19 @@ void ip_mla(const ip_bf16 *q_nope, const int64_t *nope_strides, const ip_bf16 *q
             out);
 }
 
+void ip_index_select(const ip_bf16 *q, const float *w, const ip_batch *batch, const ip_cache *cache, int64_t heads,
+                     int64_t dim, int64_t top, int32_t *out) {
+  kernels().index_select(q, w, batch, cache, heads, dim, top, out);
+}
+
+void ip_sparse_mla(const ip_bf16 *q_nope, const int64_t *nope_strides, const ip_bf16 *q_rope,
+                   const int64_t *rope_strides, const ip_matrix *kv_b, const ip_batch *batch, const ip_cache *cache,
+                   int64_t heads, int64_t nope, int64_t rope, int64_t value, int64_t latent, float scale,
+                   const int32_t *chosen, int64_t top, ip_bf16 *out) {
+  kernels().sparse_mla(q_nope, nope_strides, q_rope, rope_strides, kv_b, batch, cache, heads, nope, rope, value, latent,
+                       scale, chosen, top, out);
+}
+
 int ip_moe(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts, const ip_clamped_gate *clamped,
            const ip_bf16 *x, int64_t ldx, int64_t m, const int64_t *ids, const float *weights, int64_t top,
            ip_bf16 *out) {

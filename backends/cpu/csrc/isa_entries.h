@@ -23,6 +23,8 @@
 #include "model/prefill_layer.h"
 #endif
 
+#include "attention/index_select.h"
+#include "model/sparse_mla.h"
 #include "recurrent/entries.h"
 
 namespace {
@@ -356,4 +358,5 @@ extern const KernelTable ISA_TABLE = {
     scale_logits_entry, rms_norm_entry,   activation_mul_entry, rope_entry,     attention_entry,       attention_prefill_entry,
     mla_entry,        moe_entry,      route_experts_entry,  decoder_layer_entry,   decoder_layers_entry,
     model_step_entry, sample_entry,   read_memory_entry,    causal_conv1d_entry,   delta_rule_gates_entry,
-    gated_delta_rule_entry, gated_norm_entry, selective_scan_entry, recurrent_block_entry};
+    gated_delta_rule_entry, gated_norm_entry, selective_scan_entry, recurrent_block_entry,
+    index_select_entry, sparse_mla_entry};

@@ -410,6 +410,22 @@ void attention(int32_t kind) {
       ip_matrix kv_b = {IP_BF16, 0, 3 * (nope + value), latent, latent, (ip_bf16 *)w, nullptr, nullptr, nullptr};
       ip_mla(a, ns, b, rs, &kv_b, &step.batch, &latents, 3, nope, rope, value, latent, 0.2f, mixed);
       expect(isfinite(widen(mixed[0])), "latent attention");
+      for (int64_t top : {1, 17, 700}) {
+        const int64_t index_heads = 19, index_dim = 10;
+        Cache index_cache(kind, slots, 1, index_dim, 0, 1);
+        Bf16 iq(step.tokens * index_heads * index_dim);
+        std::vector<float> iw(step.tokens * index_heads);
+        for (float &x : iw) x = drawn();
+        Array<int32_t> chosen(step.tokens * top);
+        ip_index_select(iq, iw.data(), &step.batch, &index_cache.c, index_heads, index_dim, top, chosen);
+        for (int64_t i = 0; i + 1 < top; i++)
+          expect(chosen[i + 1] < 0 || chosen[i] < chosen[i + 1], "positions that are chosen ascend");
+        Bf16 sparse(step.tokens * 3 * value);
+        ip_sparse_mla(a, ns, b, rs, &kv_b, &step.batch, &latents, 3, nope, rope, value, latent, 0.2f, chosen, top, sparse);
+        bool same = true;
+        for (int64_t i = 0; i < (step.tokens - 1) * 3 * value; i++) same = same && sparse[i] == mixed[i];
+        expect(same || top < length + 5, "latent attention over all tokens");
+      }
       for (auto &kind : {std::pair(IP_INT8, 128), std::pair(IP_INT4, 32), std::pair(IP_INT4, 0)}) {
         const int64_t nope = 7, value = 6, ns[] = {3 * nope, nope};  // heads begin within a panel, and end within the last
         Stored panels = weight(kind.first, kind.second, 3 * (nope + value), latent);

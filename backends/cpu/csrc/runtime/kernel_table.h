@@ -30,6 +30,8 @@ struct KernelTable {
   decltype(&ip_gated_norm) gated_norm;
   decltype(&ip_selective_scan) selective_scan;
   decltype(&ip_recurrent_block) recurrent_block;
+  decltype(&ip_index_select) index_select;
+  decltype(&ip_sparse_mla) sparse_mla;
 };
 
 extern const KernelTable table_avx2, table_avx512, table_avx512_bf16, table_amx;

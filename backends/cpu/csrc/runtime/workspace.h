@@ -60,6 +60,10 @@ constexpr int kMaxAttentionPlans = 8;
 enum RecurrentSlot {
   kRecurrentState = kLayerTasks + 2 * kMaxAttentionPlans, kRecurrentInputs, kRecurrentPointers, kMixerRows,
   kInt4Firsts, kInt4Weights,  // attention over 4 bits: scores of first keys and ranges of a block; weights
+  // Sparse attention: tasks, queries with heads as lanes, weights of heads, scores, and their order; gathered entries,
+  // their scales and block tables.
+  kIndexTasks, kIndexLanes, kIndexWeights, kIndexScores, kIndexOrders,
+  kGatheredEntries, kGatheredScales, kGatheredTables,
   kWorkspaces
 };
 

@@ -16,6 +16,7 @@ from inferplane_cpu.kernels import (
     recurrent_block,
     rowwise,
     sampling,
+    sparse_attention,
     torch_batch_invariant,
 )
 
@@ -27,6 +28,7 @@ def kernels() -> list[Kernel]:
         *linear.HEAD_KERNELS,
         *rowwise.KERNELS,
         *attention.KERNELS,
+        *sparse_attention.KERNELS,
         *moe.KERNELS,
         *recurrent.KERNELS,
         *recurrent_block.KERNELS,

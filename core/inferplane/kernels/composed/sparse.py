@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,32 +62,62 @@ def take_largest(scores: torch.Tensor, top: int) -> torch.Tensor:
     return out.scatter_(1, place, positions)[:, :top]
 
 
+def expand_and_attend_chosen(
+    view: Any,
+    q: torch.Tensor,
+    chosen: torch.Tensor,
+    tokens: int,
+    kv: LayerKV,
+    table: torch.Tensor,
+    expand: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """The op `sparse_mla_expanded` for one sequence: expand K and V of all its tokens, pad V to K's width, and attend
+    with a mask of what was not chosen, query rows in parts. Of at most K tokens all are chosen.
+
+    Args:
+        view: of a `sparse_mla_expanded` kernel.
+        q: `[Q, H, N + P]`, rotated, of the sequence's last Q tokens. chosen: int32 `[Q, K]`.
+        tokens: of the sequence. table: its block table.
+        kv: the layer's cache.
+        expand: multiplies latents `[n, R]`, whose rows are strided, by `kv_b`: `[n or more, H (N + V)]`; rows beyond n
+            are padding.
+
+    Returns:
+        `[Q, H, V]`.
+    """
+    d, n = view.dims, tokens
+    latent, k_rope = kv.read(table, n)[0].to(q.dtype).split((d.latent, d.rope), -1)
+    expanded = expand(latent)
+    count, width = expanded.shape[0], d.nope + d.rope
+    k_nope, v = expanded.view(count, d.heads, -1).split((d.nope, d.value), -1)
+    k_rope = F.pad(k_rope, (0, 0, 0, count - n))
+    k = torch.cat((k_nope, k_rope[:, None].expand(count, d.heads, d.rope)), -1).transpose(0, 1)
+    v = (F.pad(v, (0, width - d.value)) if d.value < width else v).transpose(0, 1)
+    causal = q.shape[0] == n <= view.top and d.value <= width
+    step = q.shape[0] if causal else max(1, MAX_SCORES // n)
+    parts = []
+    for rows, taken in zip(q.split(step), chosen.split(step)):
+        seen = None if causal else ~hide_others(taken, n)
+        o = attend(rows.transpose(0, 1), k, v, seen, causal=causal, scale=view.scale)
+        parts.append(o.transpose(0, 1)[..., : d.value])
+    return torch.cat(parts)
+
+
 @KERNELS("sparse_mla_expanded", "torch_sdpa", when=ANY, needs_host_lens=True)
 def sparse_mla_expanded(
     view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, chosen: torch.Tensor, batch: Batch, kv: LayerKV
 ) -> torch.Tensor:
-    """The op `sparse_mla_expanded`: per sequence, expand K and V of all tokens, pad V to K's width, and attend with a
-    mask of what was not chosen, query rows in parts; sequences of at most K tokens need none but the causal one.
+    """The op `sparse_mla_expanded` by `expand_and_attend_chosen`; in 16 bits, latents are padded before they are
+    expanded.
     """
-    d = view.dims
+
+    def expand(latent: torch.Tensor) -> torch.Tensor:
+        return F.linear(latent if latent.dtype is torch.float32 else pad_rows(latent), view.kv_b.weight)
+
     q = torch.cat((q_nope, q_rope), -1)
-    out = q.new_empty(q.shape[0], d.heads, d.value)
-    width = d.nope + d.rope
+    out = q.new_empty(q.shape[0], view.dims.heads, view.dims.value)
     for a, b, n, table in batch.rows():
-        latent, k_rope = kv.read(table, n)[0].to(q.dtype).split((d.latent, d.rope), -1)
-        expanded = F.linear(latent if latent.dtype is torch.float32 else pad_rows(latent), view.kv_b.weight)
-        count = expanded.shape[0]
-        k_nope, v = expanded.view(count, d.heads, -1).split((d.nope, d.value), -1)
-        k_rope = F.pad(k_rope, (0, 0, 0, count - n))
-        k = torch.cat((k_nope, k_rope[:, None].expand(count, d.heads, d.rope)), -1).transpose(0, 1)
-        v = (F.pad(v, (0, width - d.value)) if d.value < width else v).transpose(0, 1)
-        causal = b - a == n <= view.top and d.value <= width
-        step = b - a if causal else max(1, MAX_SCORES // n)
-        for first in range(a, b, step):
-            last = min(first + step, b)
-            seen = None if causal else ~hide_others(chosen[first:last], n)
-            o = attend(q[first:last].transpose(0, 1), k, v, seen, causal=causal, scale=view.scale)
-            out[first:last] = o.transpose(0, 1)[..., : d.value]
+        out[a:b] = expand_and_attend_chosen(view, q[a:b], chosen[a:b], n, kv, table, expand)
     return out
 
 

@@ -33,8 +33,7 @@ class SparseMLAExpanded(Op, name="sparse_mla_expanded", hot=True):
 
     Args of the call:
         q_nope: `[T, H, N]`. q_rope: `[T, H, P]`, rotated. Either may be strided.
-        chosen: int32 `[T, K]`, positions that the query may see, each once, in any order; -1 for none. Each row of a
-            token has at least one.
+        chosen: int32 `[T, K]`, positions that the query may see, one at least, each once, in any order, then -1.
         batch: the step; its own latents are already in the cache. kv: the layer's cache.
 
     Returns:
@@ -81,7 +80,7 @@ class SparseMLAExpanded(Op, name="sparse_mla_expanded", hot=True):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Prefill, chunks; V3.2's own dims with few heads; contexts below, at and beyond K; an FP8 weight."""
+        """Prefill, chunks; V3.2's own dims with few heads; contexts below, at and beyond K; weights of 8 bits."""
         small, real = MLADims(2, 32, 16, 24, 48), MLADims(2, 128, 64, 128, 512)
 
         def make(d: MLADims, top: int, **format: Any) -> SparseMLAExpanded:
@@ -93,6 +92,7 @@ class SparseMLAExpanded(Op, name="sparse_mla_expanded", hot=True):
             Sample("chunks", make(small, 16), _queries(small, [(9, 7), (33, 128)], 16)),
             Sample("v32_dims", make(real, 24), _queries(real, [(17, 60)], 24)),
             Sample("fp8", make(real, 24, format="fp8_block"), _queries(real, [(19, 33)], 24)),
+            Sample("int8", make(small, 8, format="int8_group"), _queries(small, [(9, 70), (33, 0)], 8)),
         ]
 
 
