@@ -14,6 +14,7 @@ from inferplane.engine import InferplaneWarning
 from tests.e2e.tiny_models import prompts
 
 PROMPT = prompts(101, (40,))
+PROJECTIONS = ("_proj.weight", "_with_mqa.weight", "indexer.wq_b.weight", "indexer.wk.weight")
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
@@ -36,7 +37,7 @@ def encode_fp8(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor
     values: dict[str, torch.Tensor] = {}
     for name, t in tensors.items():
         stored[name] = values[name] = t
-        if not name.endswith(("_proj.weight", "_with_mqa.weight")) or "layers" not in name:
+        if not name.endswith(PROJECTIONS) or name.endswith("indexer.weights_proj.weight") or "layers" not in name:
             continue
         rows, columns = -(-t.shape[0] // 128), -(-t.shape[1] // 128)
         data, value, scale = (

@@ -12,6 +12,7 @@ from inferplane import LLM, SamplingParams
 from inferplane.errors import CheckpointError
 from inferplane.models import Build, Config, build
 from inferplane.types import IndexedCache
+from tests.e2e.checkpoints import FP8, edit_config, encode_fp8
 from tests.e2e.drafters import with_mtp
 from tests.e2e.tiny_models import prompts
 from tests.families.cases import config_of, make
@@ -60,6 +61,31 @@ def test_drafts_of_its_own_layer_change_no_token(case, tmp_path):
         assert stats["spec_decode_num_draft_tokens_total"] > stats["spec_decode_num_accepted_tokens_total"] > 0
 
 
+def test_fp8_blocks_as_published(tmp_path):
+    """Projections of attention and of the indexer in FP8, `weights_proj` in float32, also in a 16-bit plan."""
+    make("deepseek_v32", "plain", tmp_path / "plain")
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    stored, values = encode_fp8(tensors)
+    in_fp8 = {name for name in stored if name.endswith("_scale_inv") and ".indexer." in name}
+    assert in_fp8 == {
+        f"model.layers.{i}.self_attn.indexer.{n}.weight_scale_inv" for i in range(2) for n in ("wq_b", "wk")
+    }
+    found = []
+    for name, held, changes in (("fp8", stored, {"quantization_config": FP8}), ("values", values, {})):
+        (tmp_path / name).mkdir()
+        config = (tmp_path / "plain" / "config.json").read_text()
+        (tmp_path / name / "config.json").write_text(config)
+        edit_config(tmp_path / name, **changes)
+        save_file({n: t.contiguous() for n, t in held.items()}, tmp_path / name / "model.safetensors")
+        with LLM(tmp_path / name, **OPTIONS) as llm:
+            assert not llm.runner.loaded.unused
+            found.append(llm.logits(prompts(160, (90,)))[0])
+    assert (found[0] - found[1]).abs().max() <= 1e-5 * found[1].abs().max()
+    with LLM(tmp_path / "fp8", **{**OPTIONS, "dtype": "bfloat16"}) as llm:
+        weight = llm.runner.model.layers[0].attn.indexer.weights_proj.weight
+        assert weight.dtype is torch.float32 and llm.logits(prompts(160, (20,)))[0].isfinite().all()
+
+
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8", "int4"])
 def test_memory_is_the_sum_of_its_groups(kv_dtype, tmp_path):
     """Of four layers two choose: four keep latents, two index keys, which have at least 8 bits."""
@@ -75,6 +101,8 @@ def test_memory_is_the_sum_of_its_groups(kv_dtype, tmp_path):
         assert each[requests[1]] == runner.block_tokens * stored
         held = sum(sum(t.nbytes for t in kv.list_tensors()) for kv in cache.storages())
         assert held == cache.blocks * runner.block_bytes()
+        indexers = [layer.attn.indexer for layer in runner.model.layers if layer.attn.indexer is not None]
+        assert [one.spread is not None for one in indexers] == [kv_dtype != "auto"] * 2
         places = [place.cache for place in cache.by_layer]
         assert len({id(place.selection) for place in places}) == 1
         assert [place.index_keys is None for place in places] == [False, True, False, True]

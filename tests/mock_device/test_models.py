@@ -9,6 +9,7 @@ from inferplane import LLM, SamplingParams
 from inferplane.conformance.configs import TINY
 from tests.e2e.suite import conformance, environment, told
 from tests.e2e.tiny_models import make, prompts
+from tests.families.cases import make as make_family
 from tests.mock_device import kernels, mock_device
 from tests.mock_device.conftest import PLUGIN
 
@@ -80,6 +81,21 @@ SPECULATION = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 3},
     "mtp": {"method": "mtp", "num_speculative_tokens": 2},
 }
+
+
+@pytest.mark.parametrize("case", [("deepseek_v32", "plain"), ("glm_moe_dsa", "shared")], ids="-".join)
+def test_attention_over_chosen_tokens(case, mock, tmp_path):
+    """Latents in the device's own layout, index keys in core's: no kernel of the device is for them."""
+    make_family(*case, tmp_path)
+    many = prompts(160, (61, 9, 30))
+    with LLM(tmp_path, device="cpu", dtype="float32", max_num_seqs=4) as llm:
+        logits, greedy = llm.logits(many), tokens(llm, many)
+    with LLM(tmp_path, device="mock:layer", dtype="float32", max_num_seqs=4, max_num_batched_tokens=40) as llm:
+        for got, want in zip(llm.logits(many, chunk_tokens=7), logits, strict=True):
+            assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+        assert tokens(llm, many) == greedy
+        layouts = {entry["kind"]: entry["layout"] for entry in llm.explain()["kv_layouts"]}
+    assert layouts == {"mla": "mock_bdt_48", "index_keys": "paged_48"}
 
 
 @pytest.mark.parametrize("feature", [*FEATURES, *SPECULATION])

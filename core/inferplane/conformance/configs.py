@@ -71,6 +71,16 @@ TINY: dict[str, dict[str, Any]] = {
         "num_attention_heads": 2,
         "num_hidden_layers": 2,
     },
+    # All tokens are chosen: in 16 bits, rounding decides between scores that are almost equal.
+    "glm_moe_dsa": {
+        **_DEEPSEEK,
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "q_lora_rank": 24,
+        "index_n_heads": 4,
+        "index_head_dim": 16,
+        "index_topk": POSITIONS,
+        "indexer_types": ["full", "shared"],
+    },
 }
 
 # The vocabulary is small: only the embedding and the head depend on it, and their ops have samples of their own.

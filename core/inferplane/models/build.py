@@ -67,6 +67,7 @@ class Build:
         formats_read_by_row: quantized formats from which the device's kernels can read single rows. If a head in one of
             these formats is tied to the embedding, both share its weight; otherwise the embedding stays plain.
         widths_of: returns what the checkpoint says of a tensor's numbers beyond its format, or None.
+        rotates_index_keys: whether index keys are rotated so that a scale per token loses less.
 
     Raises:
         UnsupportedModelError: the placement divides experts and layers over different numbers of ranks.
@@ -81,6 +82,7 @@ class Build:
     activation_quants: Mapping[str, ActivationQuant] = field(default_factory=dict)
     formats_read_by_row: frozenset[str] = frozenset()
     widths_of: Callable[[str], StoredWidths | None] = _no_widths
+    rotates_index_keys: bool = False
 
     def __post_init__(self) -> None:
         place = self.placement

@@ -32,7 +32,14 @@ from inferplane.ops.recurrent.norm import GatedRMSNorm, SiluGate
 from inferplane.ops.recurrent.scan import SelectiveScan
 from inferplane.ops.sampling import SampleTokens
 from inferplane.ops.sparse.attention import SparseMLAAbsorbed, SparseMLABlock, SparseMLAExpanded, hide_others
-from inferplane.ops.sparse.indexer import IndexDims, IndexKeyWrite, IndexSelect, LightningIndexer, choose_positions
+from inferplane.ops.sparse.indexer import (
+    IndexDims,
+    IndexKeyWrite,
+    IndexSelect,
+    LightningIndexer,
+    RotateIndexKeys,
+    choose_positions,
+)
 
 __all__ = [
     "EXTENSIONS",
@@ -94,6 +101,7 @@ __all__ = [
     "RecurrentBlock",
     "ResidualLayer",
     "Rope",
+    "RotateIndexKeys",
     "RotatedActivation",
     "Sample",
     "SampleTokens",

@@ -82,6 +82,11 @@ class RunnerOptions:
         object.__setattr__(self, "kv_cache_dtype", resolve_kv_cache_dtype(self.quantization, self.kv_cache_dtype))
 
     @property
+    def has_quantized_cache(self) -> bool:
+        """Whether entries of the cache have fewer bits than activations."""
+        return self.kv_cache_dtype != "auto"
+
+    @property
     def has_own_mtp(self) -> bool:
         """Whether the model is built with its prediction layers, which have its files and its formats."""
         return self.mtp and self.mtp_files is None and self.draft_quantization is None

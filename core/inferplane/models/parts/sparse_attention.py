@@ -68,6 +68,7 @@ def sparse_latent_attention(
             write=ops.IndexKeyWrite(dims.request),
             select=ops.IndexSelect(dims, dims.request),
             dims=dims,
+            spread=ops.RotateIndexKeys(dim & -dim) if build.rotates_index_keys and dim % 2 == 0 else None,
         )
 
     def block(i: int, name: str) -> ops.SparseMLABlock:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ from inferplane.ops.attention import mask_pairs
 from inferplane.ops.basic import Rope, rope_table
 from inferplane.ops.draw import Draw, Sequences, step_inputs
 from inferplane.ops.forms.norms import LayerNorm
+from inferplane.ops.forms.rotated_activation import rotate_blocks
 from inferplane.ops.forms.rotation import PartialRope
 from inferplane.ops.linear import Linear
-from inferplane.ops.op import EXACT, Comparison, Cost, Op, Sample, Workload, placeholder
+from inferplane.ops.op import EXACT, ROUNDED, Comparison, Cost, Op, Sample, Workload, placeholder
 from inferplane.types import Batch, KVRequest, LayerKV, StepKind, Weight
 
 SWAPPED = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), 0.02)
@@ -179,11 +180,46 @@ def choose_positions(scores: torch.Tensor, tokens: int, top: int) -> torch.Tenso
     return torch.nn.functional.pad(found, (0, top - count), value=-1).int()
 
 
+class RotateIndexKeys(Op, name="rotate_index_keys"):
+    """Each `block` of entries times Sylvester's Hadamard matrix over the root of its size, in float32, rounded once.
+
+    Applied to index queries and keys alike it changes no score, and spreads large entries over a block, so that one
+    scale per token loses less of keys that are stored in int8; in FP8 it does little, but models were published with
+    it. Its cost is not counted: it is small beside the scores.
+
+    Args of the call:
+        x: `[T, J, E]`.
+
+    Returns:
+        `[T, J, E]` in the dtype of `x`.
+
+    Fields: `block` entries, a power of two that divides E.
+
+    Source: DeepSeek-V3.2's published inference code, `rotate_activation`; QuaRot, arXiv 2404.00456.
+    """
+
+    tolerance = ROUNDED
+
+    block: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return rotate_blocks(x.float(), self.block).to(x.dtype)
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """Keys and queries; one block a head and several."""
+        return [
+            Sample("keys", RotateIndexKeys(128), lambda d: (d.normal(3, 1, 128),)),
+            Sample("queries", RotateIndexKeys(16), lambda d: (d.normal(2, 5, 48),)),
+        ]
+
+
 class LightningIndexer(Op, name="lightning_indexer"):
     """Index queries, key and weights of each token, the key's cache write, and the selection.
 
     `q = rope(wq_b(c)); k = rope(k_norm(wk(x))); w = weights_proj(x) J^-1/2 E^-1/2; select(q, w)` over the keys of the
-    step and all before it. Only the first P entries of a head are rotated; the weights are in float32 throughout.
+    step and all before it. Only the first P entries of a head are rotated; the weights are in float32 throughout. With
+    `spread`, which caches of 8 bits have, it is applied to q and k first.
 
     Args of the call:
         x: `[T, D]`, what the block reads. c: `[T, Q]`, the normed low-rank query of the block's attention.
@@ -206,11 +242,15 @@ class LightningIndexer(Op, name="lightning_indexer"):
     write: IndexKeyWrite
     select: IndexSelect
     dims: IndexDims
+    spread: RotateIndexKeys | None = None
 
     def __call__(self, x: torch.Tensor, c: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
         d = self.dims
         q = self.rope(self.wq_b(c).view(x.shape[0], d.heads, d.dim), batch.positions)
-        self.write(self.rope(self.k_norm(self.wk(x))[:, None], batch.positions), batch, kv)
+        k = self.rope(self.k_norm(self.wk(x))[:, None], batch.positions)
+        if self.spread is not None:
+            q, k = self.spread(q), self.spread(k)
+        self.write(k, batch, kv)
         return self.select(q, self.weights_proj(x) * d.scale, batch, kv)
 
     @classmethod
@@ -220,11 +260,15 @@ class LightningIndexer(Op, name="lightning_indexer"):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Both rotations; decode and mixed steps; contexts below and beyond K. Rounding cannot swap positions."""
+        """Both rotations; decode and mixed steps; contexts below and beyond K; spread keys. Rounding cannot swap
+        positions."""
         small, real = IndexDims(8, 32, 16, 32), IndexDims(64, 128, 64, 64)
 
-        def sample(label: str, d: IndexDims, sequences: Sequences, kind: StepKind, *, pairs: bool = False) -> Sample:
+        def sample(
+            label: str, d: IndexDims, sequences: Sequences, kind: StepKind, *, pairs: bool = False, spread: int = 0
+        ) -> Sample:
             op = make_indexer(d, 64, 40, interleaved=pairs)
+            op = replace(op, spread=RotateIndexKeys(spread)) if spread else op
 
             def inputs(draw: Draw) -> tuple[Any, ...]:
                 batch, kv = step_of_few_keys(draw, d.request, sequences)
@@ -237,6 +281,7 @@ class LightningIndexer(Op, name="lightning_indexer"):
             sample("interleaved", small, [(2, 120)], "decode", pairs=True),
             sample("mixed", small, [(1, 150), (20, 0), (12, 100)], "mixed"),
             sample("v32_decode", real, [(1, 200), (2, 40)], "decode"),
+            sample("v32_spread", real, [(1, 200), (2, 40)], "decode", spread=128),
         ]
 
 

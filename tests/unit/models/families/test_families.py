@@ -12,7 +12,7 @@ from inferplane.errors import CheckpointError, UnsupportedModelError
 from inferplane.models import Build, Config, build
 from inferplane.ops import MLABlock
 from inferplane.quant import format_of
-from inferplane.types import ActivationQuant
+from inferplane.types import ActivationQuant, Placement
 
 V3 = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -352,6 +352,47 @@ def test_what_deepseek_v3_lacks_is_refused(changes):
         weights({**V3, **changes})
     with pytest.raises(CheckpointError, match="256 experts cannot form 7 equal groups"):
         weights({**V3, "n_group": 7})
+
+
+def test_parameters_of_deepseek_v32():
+    """DeepSeek-V3's, and an indexer a layer, also in the prediction layer; all ranks have the whole indexer."""
+    config = {**V3, "architectures": ["DeepseekV32ForCausalLM"]}
+    plain, found = weights(V3, mtp=True), weights(config, mtp=True)
+    indexer = 64 * 128 * 1536 + 128 * 7168 + 2 * 128 + 64 * 7168
+    assert sum(math.prod(w.shape) for w in found) - sum(math.prod(w.shape) for w in plain) == 62 * indexer
+    shapes = {w.parts[0]: (w.shape, w.dtype) for w in found if ".61.self_attn.indexer." in w.parts[0]}
+    name = "model.layers.61.self_attn.indexer"
+    assert shapes == {
+        f"{name}.wq_b.weight": ((64 * 128, 1536), None),
+        f"{name}.wk.weight": ((128, 7168), None),
+        f"{name}.k_norm.weight": ((128,), None),
+        f"{name}.k_norm.bias": ((128,), None),
+        f"{name}.weights_proj.weight": ((64, 7168), torch.float32),
+    }
+    shared = weights(config, placement=Placement.shared(1, 8))
+    assert {w.shape for w in shared if ".indexer.wq_b" in w.parts[0]} == {(64 * 128, 1536)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "full"),
+    [
+        ({}, range(6)),
+        ({"index_topk_freq": 4}, [0, 1, 5]),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 3}, [0, 1, 2, 4]),
+        ({"index_topk_pattern": "FSSFSS"}, [0, 3]),
+        ({"index_topk_pattern": ["full", "shared"] * 3, "index_topk_freq": 4}, [0, 2, 4]),
+        ({"indexer_types": ["full"] + ["shared"] * 5, "index_topk_pattern": "FFFFFF"}, [0]),
+    ],
+)
+def test_indexers_of_glm_5(changes, full):
+    """As transformers' config reads the same entries; prediction layers have one each."""
+    from transformers import GlmMoeDsaConfig
+
+    config = {**V3, "architectures": ["GlmMoeDsaForCausalLM"], "num_hidden_layers": 6, **changes}
+    names = {w.parts[0] for w in weights(config, mtp=True) if w.parts[0].endswith("indexer.wk.weight")}
+    assert names == {f"model.layers.{i}.self_attn.indexer.wk.weight" for i in (*full, 6)}
+    theirs = GlmMoeDsaConfig(num_hidden_layers=6, **changes).indexer_types
+    assert [i for i, kind in enumerate(theirs) if kind == "full"] == list(full)
 
 
 def test_ignored_names():

@@ -7,7 +7,7 @@ import torch
 
 from inferplane.kernels.composed.sparse import take_largest
 from inferplane.kvcache import paged_layout
-from inferplane.ops import IndexDims, IndexSelect, choose_positions, mask_pairs
+from inferplane.ops import IndexDims, IndexSelect, RotateIndexKeys, choose_positions, mask_pairs
 from inferplane.types.batch import Query, make_batch
 from tests.unit.support.small import F32
 
@@ -78,6 +78,32 @@ def test_1000_rows_choose_as_transformers():
             assert float(found.max() - found.min()) > 0 or max(mine - other) < min(other - mine)
             equal += 1
     assert equal < tokens / 10
+
+
+@pytest.mark.parametrize(("kv_dtype", "large"), [("fp8", 1), ("int8", 30)])
+def test_spread_keys_have_the_same_scores_and_lose_less(kv_dtype, large):
+    """In int8 where a few entries are larger: a scale a token loses the small ones. FP8 has exponents of its own."""
+    torch.manual_seed(7)
+    d, tokens = IndexDims(16, 128, 64, 64), 1024
+    size = torch.ones(128)
+    size[::32] = large
+    k, q, w = torch.randn(tokens, 1, 128) * size, torch.randn(8, 16, 128) / size, torch.randn(8, 16)
+    batch = make_batch([Query([1] * 8, tokens - 8, list(range(64)))], block_tokens=16, device="cpu")
+    spread, op = RotateIndexKeys(128), IndexSelect(d, d.request)
+
+    def select(stored, q, k):
+        kv = paged_layout(16, stored).build(d.request, 64, F32, torch.device("cpu"))
+        kv.write(torch.arange(tokens), k)
+        return op(q, w, batch, kv).tolist()
+
+    exact = select("auto", q, k)
+    same = [len(set(a) & set(b)) for a, b in zip(exact, select("auto", spread(q), spread(k)))]
+    assert min(same) >= 63
+    shared = [
+        sum(len(set(a) & set(b)) for a, b in zip(exact, select(kv_dtype, *pair))) / (8 * 64)
+        for pair in ((q, k), (spread(q), spread(k)))
+    ]
+    assert shared[1] > shared[0] and shared[1] > 0.95, shared
 
 
 @pytest.mark.parametrize(
