@@ -209,8 +209,8 @@ def add_option(group: argparse._ActionsContainer, name: str, **more: Any) -> Non
         given["action"] = "store_true" if default is False else argparse.BooleanOptionalAction
     else:
         given["metavar"] = option.metadata["metavar"]
-        if kind.startswith("int"):
-            given["type"] = int
+        if kind.startswith(("int", "float")):
+            given["type"] = int if kind.startswith("int") else float
         if default not in (None, AUTO):
             given["help"] = f"{words} ({default})"
     add_flags(group, flags(name), **{**given, **more})

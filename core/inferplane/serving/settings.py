@@ -100,6 +100,11 @@ class ServerSettings:
     verify_strategy: str | None = _engine_option("verify_strategy")
     max_candidates: int | None = _engine_option("max_candidates")
     verify_window: int | None = _engine_option("verify_window")
+    suffix_decoding_max_tree_depth: int | None = _engine_option("suffix_decoding_max_tree_depth")
+    suffix_decoding_max_cached_requests: int | None = _engine_option("suffix_decoding_max_cached_requests")
+    suffix_decoding_max_cached_tokens: int | None = _engine_option("suffix_decoding_max_cached_tokens")
+    suffix_decoding_max_spec_factor: float | None = _engine_option("suffix_decoding_max_spec_factor")
+    suffix_decoding_min_token_prob: float | None = _engine_option("suffix_decoding_min_token_prob")
 
     host: str = _network("127.0.0.1", "address to listen on; 0.0.0.0: all addresses of this machine", metavar="A")
     port: int = _network(

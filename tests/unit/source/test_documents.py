@@ -132,7 +132,7 @@ def test_ranges_of_drafts_are_checked_with_the_settings():
         ({"max_candidates": "65"}, "from 1 to 64"),
         ({"verify_window": "8"}, "from 0 to 7"),
         ({"verify_strategy": "always"}, "rejection, target_match, greedy, topp"),
-        ({"speculative_method": "guess"}, "ngram, draft_model, mtp, eagle"),
+        ({"speculative_method": "guess"}, "ngram, suffix, draft_model, mtp, eagle"),
     ):
         with pytest.raises(UsageError, match=wrong):
             resolve(setting, {})

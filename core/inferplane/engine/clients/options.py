@@ -22,7 +22,9 @@ from inferplane.engine.request.arguments import (
     MAX_CANDIDATES,
     MAX_INTEGER,
     MAX_LOOKUP_TOKENS,
+    MAX_SPEC_FACTOR,
     MAX_SPECULATIVE_TOKENS,
+    MAX_TREE_DEPTH,
     NO_DRAFTS,
     VERIFY_STRATEGIES,
     as_bool,
@@ -221,8 +223,8 @@ class SpeculativeOptions:
     """The fields of `speculative_config` that are flags, and settings of the server, of their own.
 
     Args:
-        speculative_method: draft several tokens per step: ngram (copies from the text), draft_model, mtp (the model's
-            own layer), eagle.
+        speculative_method: draft several tokens per step: ngram (copies from the text), suffix (copies from the text
+            and from earlier answers), draft_model, mtp (the model's own layer), eagle.
         num_speculative_tokens: maximum drafts per sequence and step, 1 to 7.
         speculative_model: folder or name of the draft model, EAGLE head, or prediction layers (mtp; left out: the
             model's own); demo-draft, demo-eagle: for the demo model.
@@ -234,6 +236,13 @@ class SpeculativeOptions:
         max_candidates: most members of the nucleus that topp accepts, 1 to 64; left out: 5.
         verify_window: under topp, how many next drafts must be the most likely tokens to accept a second-best one, 0
             to 7; left out: 2.
+        suffix_decoding_max_tree_depth: most last tokens that suffix compares with earlier text, 1 to 256; left out: 24.
+        suffix_decoding_max_cached_requests: most earlier answers that suffix copies from, each for requests of the same
+            key alone; 0: only the request's own text; left out: 10000.
+        suffix_decoding_max_cached_tokens: most tokens of all these answers; left out: 500000.
+        suffix_decoding_max_spec_factor: most drafts of suffix for each token that matched, 0 to 64; left out: 1.0.
+        suffix_decoding_min_token_prob: least probability, by the counts, with which suffix adds a draft, 0 to 1; left
+            out: 0.1.
     """
 
     speculative_method: str | None = _option(None, "METHOD", choices=(*DRAFT_METHODS, *DRAFT_ALIASES, *NO_DRAFTS))
@@ -244,6 +253,11 @@ class SpeculativeOptions:
     verify_strategy: str | None = _option(None, "S", choices=VERIFY_STRATEGIES)
     max_candidates: int | None = _option(None, "N", minimum=1, maximum=MAX_CANDIDATES)
     verify_window: int | None = _option(None, "N", minimum=0, maximum=MAX_SPECULATIVE_TOKENS)
+    suffix_decoding_max_tree_depth: int | None = _option(None, "N", minimum=1, maximum=MAX_TREE_DEPTH)
+    suffix_decoding_max_cached_requests: int | None = _option(None, "N", minimum=0, maximum=MAX_INTEGER)
+    suffix_decoding_max_cached_tokens: int | None = _option(None, "N", minimum=0, maximum=MAX_INTEGER)
+    suffix_decoding_max_spec_factor: float | None = _option(None, "X", minimum=0, maximum=MAX_SPEC_FACTOR)
+    suffix_decoding_min_token_prob: float | None = _option(None, "P", minimum=0, maximum=1)
 
     def config(self) -> dict[str, Any] | None:
         """The value of `speculative_config` for `LLM`; None if no method was chosen."""
@@ -255,7 +269,11 @@ class SpeculativeOptions:
         return {**found, **{name: value for name, value in more.items() if value is not None}}
 
 
-PLAIN_PARTS = ("prompt_lookup_max", "verify_strategy", "max_candidates", "verify_window")
+PLAIN_PARTS = (
+    *("prompt_lookup_max", "verify_strategy", "max_candidates", "verify_window"),
+    *("suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests", "suffix_decoding_max_cached_tokens"),
+    *("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"),
+)
 """The parts of `speculative_config` that are called alike as flags and settings."""
 OPTIONS = {f.name: f for f in fields(EngineOptions)}
 """Every option of `LLM` by its name."""

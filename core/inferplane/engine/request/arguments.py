@@ -18,7 +18,9 @@ MIN_PRIORITY = -(2**31)
 MAX_INTEGER = 2**31 - 1
 """Largest priority, count, and number of a sequence; a message's integers have 64 bits at most."""
 
-DRAFT_METHODS = ("ngram", "draft_model", "mtp", "eagle")
+DRAFT_METHODS = ("ngram", "suffix", "draft_model", "mtp", "eagle")
+TEXT_METHODS = ("ngram", "suffix")
+"""Those that draft from text, on the host, without weights."""
 DRAFT_ALIASES = {"inference_with_reference": "ngram", "draft": "draft_model"}
 """Other name of a method of speculation -> its name."""
 NO_DRAFTS = ("none", "None")
@@ -27,6 +29,8 @@ MAX_SPECULATIVE_TOKENS = 7
 """A sequence with a decode token and this many drafts still counts as one with few query tokens."""
 MAX_LOOKUP_TOKENS, MAX_CANDIDATES = 16, 64
 """Most tokens of the key of n-gram drafting, and most members of the nucleus that "topp" accepts."""
+MAX_TREE_DEPTH, MAX_SPEC_FACTOR = 256, 64
+"""Most tokens of a suffix that are compared, and most drafts for each of them."""
 VERIFY_STRATEGIES = ("rejection", "target_match", "greedy", "topp")
 
 
@@ -63,6 +67,17 @@ def as_bool(name: str, value: Any) -> bool:
         raise UsageError(
             f"{name} = {value!r:.80}.", there_is="True and False", remedy="pass one of them, without quotes"
         )
+    return value
+
+
+def as_number(name: str, value: Any) -> float:
+    """Check an argument that has to be a number, and return it; bools and NaN are none. `name` is the argument's.
+
+    Raises:
+        UsageError: it is another value.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+        raise UsageError(f"{name} = {value!r:.80}.", there_is="numbers", remedy="pass an int or a float")
     return value
 
 

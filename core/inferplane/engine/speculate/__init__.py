@@ -6,6 +6,8 @@ from inferplane.engine.speculate.network import DraftLayerProposer, DraftModelPr
 from inferplane.engine.speculate.ngram import NgramProposer, ngram_drafts
 from inferplane.engine.speculate.proposer import Proposer, VerifiedChunk
 from inferplane.engine.speculate.speculator import Speculator
+from inferplane.engine.speculate.suffix import SuffixProposer
+from inferplane.engine.speculate.suffix_index import SuffixIndex
 from inferplane.engine.speculate.verify import Verified, needs_probabilities, verify
 
 __all__ = [
@@ -16,6 +18,8 @@ __all__ = [
     "Proposer",
     "SpeculativeConfig",
     "Speculator",
+    "SuffixIndex",
+    "SuffixProposer",
     "Verified",
     "VerifiedChunk",
     "needs_probabilities",

@@ -10,10 +10,15 @@ from inferplane.engine.request.arguments import (
     DRAFT_ALIASES,
     DRAFT_METHODS,
     MAX_CANDIDATES,
+    MAX_INTEGER,
     MAX_LOOKUP_TOKENS,
+    MAX_SPEC_FACTOR,
+    MAX_TREE_DEPTH,
     NO_DRAFTS,
+    TEXT_METHODS,
     as_bool,
     as_integer,
+    as_number,
     current_names,
 )
 from inferplane.engine.request.arguments import MAX_SPECULATIVE_TOKENS as MAX_SPECULATIVE_TOKENS
@@ -48,9 +53,10 @@ class SpeculativeConfig:
     """Drafting and verifying several tokens per step.
 
     Args:
-        method: "ngram" (drafts are copied from the prompt and the text so far), "draft_model" (a smaller model of the
-            same vocabulary drafts), "mtp" (the model's own multi-token-prediction layer), or "eagle" (a head that was
-            trained on the model's hidden states).
+        method: "ngram" (drafts are copied from the prompt and the text so far), "suffix" (these, and earlier answers,
+            as far as they agree and by how often), "draft_model" (a smaller model of the same vocabulary drafts), "mtp"
+            (the model's own multi-token-prediction layer), or "eagle" (a head that was trained on the model's hidden
+            states).
         num_speculative_tokens: maximum number of drafts per sequence and step, 1 to 7.
         prompt_lookup_max: longest key, in tokens, that n-gram drafting searches for.
         verify_strategy: "rejection" and "target_match" keep the model's distribution; "greedy" keeps it at temperature
@@ -70,6 +76,13 @@ class SpeculativeConfig:
             it has files of its own that are quantized already.
         only_if_faster: draft only as far as it gives more tokens a second, by measured steps of as many sequences; not
             where a request has a seed and drafts may change what is drawn. Off where `adaptive` is.
+        suffix_decoding_max_tree_depth: most last tokens that suffix drafting compares with earlier text, 1 to 256.
+        suffix_decoding_max_cached_requests: most earlier answers that suffix drafting copies from, each for requests of
+            the same tenant alone; 0: only the request's own text.
+        suffix_decoding_max_cached_tokens: most tokens of all these answers, about 150 bytes of the host's memory each.
+        suffix_decoding_max_spec_factor: most drafts for each token of the matched suffix, 0 to 64.
+        suffix_decoding_min_token_prob: least probability, by the counts, with which suffix drafting adds a draft, 0 to
+            1; it is the product of those of the drafts so far.
 
     Raises:
         UsageError: a value is unknown or out of range.
@@ -88,6 +101,11 @@ class SpeculativeConfig:
     draft_kv_cache_dtype: str = "auto"
     draft_quantization: str | None = None
     only_if_faster: bool = True
+    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_cached_requests: int = 10_000
+    suffix_decoding_max_cached_tokens: int = 500_000
+    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_min_token_prob: float = 0.1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "method", DRAFT_ALIASES.get(self.method, self.method))
@@ -100,6 +118,11 @@ class SpeculativeConfig:
             ("prompt_lookup_max", 1, MAX_LOOKUP_TOKENS),
             ("max_candidates", 1, MAX_CANDIDATES),
             ("verify_window", 0, MAX_SPECULATIVE_TOKENS),
+            ("suffix_decoding_max_tree_depth", 1, MAX_TREE_DEPTH),
+            ("suffix_decoding_max_cached_requests", 0, MAX_INTEGER),
+            ("suffix_decoding_max_cached_tokens", 0, MAX_INTEGER),
+            ("suffix_decoding_max_spec_factor", 0, MAX_SPEC_FACTOR),
+            ("suffix_decoding_min_token_prob", 0, 1),
         )
         for name, low, high in ranges:
             if not low <= getattr(self, name) <= high:
@@ -107,18 +130,16 @@ class SpeculativeConfig:
         if self.method != "mtp" and (self.model is not None) != (self.method in ("draft_model", "eagle")):
             raise UsageError(
                 f"method = {self.method!r} with model = {self.model!r}.",
-                there_is="a model for 'draft_model', 'eagle' and, with files of its own, 'mtp'; none for 'ngram'",
+                there_is="a model for 'draft_model', 'eagle' and, with files of its own, 'mtp'; none for others",
                 remedy="name its folder, or 'demo-draft' or 'demo-eagle' for the demo model",
             )
         if self.draft_quantization not in (known := (None, AS_STORED, *SCHEMES)):
             raise UsageError(
                 f"draft_quantization = {self.draft_quantization!r:.80}.", there_is=", ".join(map(repr, known))
             )
-        if self.draft_quantization is not None and self.method == "ngram":
-            raise UsageError(
-                f"draft_quantization = {self.draft_quantization!r} with method = 'ngram', which has no weights.",
-                remedy="leave it out",
-            )
+        if self.draft_quantization is not None and self.method in TEXT_METHODS:
+            what = f"draft_quantization = {self.draft_quantization!r} with method = {self.method!r}"
+            raise UsageError(f"{what}, which has no weights.", remedy="leave it out")
 
     @classmethod
     def of(cls, value: Any) -> SpeculativeConfig | None:
@@ -147,6 +168,8 @@ class SpeculativeConfig:
                 as_integer(name, number, 0)
             elif type(known[name]) is bool:
                 as_bool(name, number)
+            elif type(known[name]) is float:
+                as_number(name, number)
         return cls(**named)
 
     @property
@@ -175,7 +198,7 @@ def with_draft(options: RunnerOptions, config: SpeculativeConfig | None, *, conf
     if config is None:
         return options
     options = replace(options, num_drafts=config.num_speculative_tokens)
-    if config.method == "ngram":
+    if config.method in TEXT_METHODS:
         return options
     quantization = config.draft_quantization
     if config.method == "mtp" and config.model is None:

@@ -19,6 +19,7 @@ from inferplane.engine.speculate.control import DraftControl
 from inferplane.engine.speculate.network import DraftLayerProposer, DraftModelProposer
 from inferplane.engine.speculate.ngram import NgramProposer
 from inferplane.engine.speculate.proposer import Proposer, VerifiedChunk
+from inferplane.engine.speculate.suffix import SuffixProposer
 from inferplane.engine.speculate.verify import needs_probabilities
 from inferplane.engine.speculate.verify_and_draft import VerifyAndDraft
 from inferplane.errors import UsageError
@@ -126,6 +127,8 @@ def make_proposer(config: SpeculativeConfig, runner: Runner, scheduler: Schedule
     """
     if config.method == "ngram":
         return NgramProposer(config)
+    if config.method == "suffix":
+        return SuffixProposer(config)
     if config.method == "draft_model":
         assert runner.draft is not None, "the runner was opened without the draft model"
         return DraftModelProposer(runner.draft, scheduler.extend)

@@ -21,5 +21,5 @@ def test_a_method_by_each_of_its_names(name):
 
 @pytest.mark.parametrize("name", ["", "medusa", "NGRAM", "draft-model"])
 def test_other_methods_are_refused(name):
-    with pytest.raises(UsageError, match="ngram, draft_model, mtp, eagle"):
+    with pytest.raises(UsageError, match="ngram, suffix, draft_model, mtp, eagle"):
         SpeculativeConfig(name)
