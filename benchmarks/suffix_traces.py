@@ -47,8 +47,8 @@ from tokenizers import Tokenizer
 from inferplane import LLM, SamplingParams
 from inferplane.engine.request.state import Request
 from inferplane.engine.runner.model_files import DEMO_FOLDER
-from inferplane.engine.speculate import SpeculativeConfig, VerifiedChunk
-from inferplane.engine.speculate.speculator import make_proposer
+from inferplane.engine.speculate import ProposerContext, SpeculativeConfig, VerifiedChunk
+from inferplane.engine.speculate.registered import make_registered
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools" / "demo"))
 from demo_data import stdlib_files
@@ -217,7 +217,7 @@ def make_trace(name, seed):
 def replay(calls, method, drafts):
     """Tokens a step of a method on a trace, and what a step costs the host in seconds."""
     config = SpeculativeConfig(**METHODS[method], num_speculative_tokens=drafts)
-    proposer, hidden = make_proposer(config, None, None), torch.zeros(0, 0)
+    proposer, hidden = make_registered(ProposerContext(config, 4096)), torch.zeros(0, 0)
     steps = tokens = drafted = accepted = 0
     spent = 0.0
     for number, call in enumerate(calls):
@@ -293,21 +293,25 @@ def decode(llm, forced, calls, at_once):
 
 
 def speeds(calls, methods, args):
-    """By method: tokens a second over those of plain decoding, on the same calls by turns; the first turn warms."""
-    models, ratios = {}, {name: [] for name in methods}
+    """By method: tokens a second over those of plain decoding, on the same calls by turns of `args.at_once` calls, of
+    which the first `args.warm` are not counted: what drafting learns of a size of batch takes hundreds of steps.
+    """
+    models, spent = {}, {}
     for name in ("plain", *methods):
         spec = None if name == "plain" else {**METHODS[name], "num_speculative_tokens": args.drafts}
         llm = LLM("demo", device="cpu", dtype="float32", speculative_config=spec, max_num_seqs=args.at_once)
-        models[name] = llm, Forced(llm.engine)
-    share = max(args.at_once, len(calls) // (args.turns + 1))
-    for turn in range(args.turns + 1):
-        own = calls[turn * share :][:share]
-        each = {name: decode(*model, own, args.at_once) for name, model in models.items()}
-        for name in methods if turn else ():
-            ratios[name].append(each["plain"] / each[name])
+        models[name], spent[name] = (llm, Forced(llm.engine)), []
+    for turn, first in enumerate(range(0, len(calls) - args.at_once + 1, args.at_once)):
+        for name in sorted(models, reverse=turn % 2 == 1):  # neither is always the first
+            spent[name].append(decode(*models[name], calls[first : first + args.at_once], args.at_once))
     for llm, _ in models.values():
         llm.close()
-    return {name: {"times_plain": median(r), "least": min(r), "most": max(r)} for name, r in ratios.items()}
+    out = {}
+    for name in methods:
+        ratios = [a / b for a, b in zip(spent["plain"], spent[name])][args.warm :]
+        times = sum(spent["plain"][args.warm :]) / sum(spent[name][args.warm :])
+        out[name] = {"times_plain": times, "median": median(ratios), "least": min(ratios), "most": max(ratios)}
+    return out
 
 
 def main():
@@ -319,7 +323,7 @@ def main():
     parser.add_argument("--drafts", type=int, default=7, help="most drafts a step")
     parser.add_argument("--speed", action="store_true", help="measure the demo model's tokens a second, too")
     parser.add_argument("--at-once", type=int, default=1, help="calls that decode together, with --speed")
-    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--warm", type=int, default=8, help="turns that are not counted, with --speed")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     out = []
@@ -355,7 +359,7 @@ def text(found, args):
         times = found["methods"]["suffix"]["tokens_per_step"] / best
         lines.append(f"       suffix: {times:.3f} x the best n-grams (bar on edits: {STEP_BAR})")
     for name, s in found.get("speed", {}).items():
-        spread = f"{s['times_plain']:.3f} x plain ({s['least']:.3f} to {s['most']:.3f})"
+        spread = f"{s['times_plain']:.3f} x plain (median {s['median']:.3f}, {s['least']:.3f} to {s['most']:.3f})"
         lines.append(f"{name:>13}: {spread} in tokens a second (bar on shuffled: {SPEED_BAR})")
     return "\n".join(lines)
 

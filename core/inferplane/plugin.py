@@ -43,8 +43,8 @@ or, without installation, by `INFERPLANE_PLUGINS=inferplane_toy.plugin`. A large
 "inferplane_toy.backend:ToyBackend" instead of the class, so that its module is imported only if the device is probed
 or chosen. The other hooks are `inferplane_register_kernels(register)`, which adds kernels to another plugin's device,
 `inferplane_register_quantization(register)`, `inferplane_register_models(register)`,
-`inferplane_register_reply_forms(register)`, `inferplane_register_calibration(register)` and
-`inferplane_on_event(event)`.
+`inferplane_register_reply_forms(register)`, `inferplane_register_calibration(register)`,
+`inferplane_register_proposers(register)` and `inferplane_on_event(event)`.
 """
 
 import typing

@@ -81,6 +81,14 @@ class RegisterCalibration(Protocol):
     def __call__(self, name: str, target: str | Callable[..., Any]) -> None: ...
 
 
+class RegisterProposers(Protocol):
+    """`register(name, target)`: a method of speculation, as in `speculative_config={"method": name}`: a class or
+    function `(context, **options)` that returns an `inferplane.engine.speculate.Proposer`, or the dotted name of one.
+    `context` is a `ProposerContext`; its further parameters are the method's own options."""
+
+    def __call__(self, name: str, target: str | Callable[..., Any]) -> None: ...
+
+
 @hookspec
 def inferplane_register_backends(register: RegisterBackend) -> None:
     """Register backends: kinds of hardware that users name with `device=`."""
@@ -112,6 +120,11 @@ def inferplane_register_calibration(register: RegisterCalibration) -> None:
 
 
 @hookspec
+def inferplane_register_proposers(register: RegisterProposers) -> None:
+    """Register what drafts tokens without a network, by the names of methods of speculation."""
+
+
+@hookspec
 def inferplane_on_event(event: Event) -> None:
     """Observe an event. Called on the thread of the event, so return fast. Never called while a token is computed."""
 
@@ -125,6 +138,7 @@ HOOKS: dict[str, tuple[str, ...]] = {
         inferplane_register_models,
         inferplane_register_reply_forms,
         inferplane_register_calibration,
+        inferplane_register_proposers,
         inferplane_on_event,
     )
 }

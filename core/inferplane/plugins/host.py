@@ -76,16 +76,18 @@ class PluginHost:
         reply_forms = settle(forms, choice, devices=False)
         methods = [claim for r in (*registered, in_tree) for claim in r.calibration]
         calibration = settle(methods, choice, devices=False)
-        for outcome in (devices, models, quantization, reply_forms, calibration):
+        drafting = [claim for r in (*registered, in_tree) for claim in r.proposers]
+        proposers = settle(drafting, choice, devices=False)
+        for outcome in (devices, models, quantization, reply_forms, calibration, proposers):
             self._quarantined += outcome.losers
         claimed = {claim.name for r in registered for claim in (*r.devices, *r.models, *r.quantization)}
-        claimed |= {claim.name for claim in (*forms, *methods)}
+        claimed |= {claim.name for claim in (*forms, *methods, *drafting)}
         claimed |= {claim.name.partition(":")[0] for claim in claims}
         for name in sorted((choice.claims.keys() - claimed) | (choice.claims.keys() & devices.vacant.keys())):
             devices.vacant[name] = self._explain_unserved(name, choice.claims[name])
         self._devices = Devices(devices, choice, self._quarantined)
         self._models = {name: claim.target for name, claim in models.winners.items()}
-        self._formats = quantization
+        self._formats, self._proposers = quantization, proposers
         self._reply_forms = [claim.target for claim in forms if reply_forms.winners.get(claim.name) is claim]
         self._calibration = {c.name: c.target for c in methods if calibration.winners.get(c.name) is c}
         self._extra_kernels: list[Claim] = [claim for r in registered for claim in r.kernels]
@@ -201,6 +203,20 @@ class PluginHost:
         """Calibration methods by name: each a function that returns it, or the dotted name of one."""
         return dict(self._calibration)
 
+    def proposers(self) -> dict[str, Claim]:
+        """Methods of speculation without a network: by name, the target and the plugin that registered it."""
+        return dict(self._proposers.winners)
+
+    def vacant_proposers(self) -> dict[str, str]:
+        """Method of speculation that several plugins registered -> why none of them drafts, as a sentence."""
+        return dict(self._proposers.vacant)
+
+    def fail_proposer(self, method: str, error: BaseException | str) -> PluginError:
+        """Quarantine a proposer that failed, and return the error for the caller."""
+        record = quarantine(self._proposers.winners[method].origin, "proposer", error, devices=())
+        self._quarantined.append(record)
+        return record.error(f"method {method!r}")
+
     def vacant_formats(self) -> dict[str, str]:
         """Quantization method that several plugins registered -> why none of them reads it, as a sentence."""
         return dict(self._formats.vacant)
@@ -273,15 +289,22 @@ class PluginHost:
 
 CALIBRATION = ("nearest", "clip", "gptq", "quantease", "smoothquant", "pss", "awq", "shift", "rotate")
 """Calibration methods of core (`inferplane.calibrate.catalog`)."""
+PROPOSERS = {
+    "ngram": "inferplane.engine.speculate.text.ngram:NgramProposer",
+    "suffix": "inferplane.engine.speculate.text.suffix:SuffixProposer",
+}
+"""Methods of speculation of core that draft from text."""
 
 
 def _register_in_tree() -> Registrations:
-    """Register the reply forms and calibration methods of core, checked as those of plugins are."""
+    """Register the reply forms, calibration methods and proposers of core, checked as those of plugins are."""
     registrations = Registrations(Origin(OURS, "(core)", "core", "inferplane", in_tree=True))
     register_reply_forms(registrations.callback("inferplane_register_reply_forms"))
     register = registrations.callback("inferplane_register_calibration")
     for name in CALIBRATION:
         register(name, f"inferplane.calibrate.catalog:make_{name}")
+    for name, target in PROPOSERS.items():
+        registrations.callback("inferplane_register_proposers")(name, target)
     registrations.close()
     return registrations
 

@@ -26,11 +26,12 @@ Stage = Literal[
     "open",
     "kernels",
     "format",
+    "proposer",
     "event",
 ]
 """Where a plugin failed: reading its entry points; importing it; checking its hooks; its API version; its register
 hooks; a name that another plugin serves; importing its backend; its probe; opening its device; its list of kernels; its
-observer; its weight format."""
+observer; its weight format; its proposer."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,9 @@ from inferplane.types import Backend, Kernel, WeightFormat
 AUTO = "auto"
 """The value of `device=` for "the preferred available device"; no plugin may register this name."""
 
+NOT_PROPOSERS = ("draft_model", "mtp", "eagle", "draft", "inference_with_reference", "none", "None")
+"""Methods of speculation that load a network, and other spellings; no plugin may register them."""
+
 REGISTER_HOOKS = tuple(hook for hook in HOOKS if hook.startswith("inferplane_register_"))
 
 _DEVICE = re.compile(r"[a-z][a-z0-9_-]*(:[a-z][a-z0-9_-]*)?")
@@ -37,6 +40,7 @@ class Registrations:
         self.models: list[Claim] = []
         self.reply_forms: list[Claim] = []
         self.calibration: list[Claim] = []
+        self.proposers: list[Claim] = []
         self._open = True
 
     def callback(self, hook: str) -> Callable[[str, Any], None]:
@@ -48,6 +52,7 @@ class Registrations:
             "inferplane_register_models": self._model,
             "inferplane_register_reply_forms": self._reply_form,
             "inferplane_register_calibration": self._calibration,
+            "inferplane_register_proposers": self._proposer,
         }
         return callbacks[hook]
 
@@ -94,6 +99,11 @@ class Registrations:
 
     def _calibration(self, name: str, target: str | Callable[..., Any]) -> None:
         self._add_named(self.calibration, "calibration method", name, target)
+
+    def _proposer(self, name: str, target: str | Callable[..., Any]) -> None:
+        if name in NOT_PROPOSERS:
+            raise PluginError(f"proposer {name!r} cannot be registered: that name has a meaning of core's.")
+        self._add_named(self.proposers, "proposer", name, target)
 
     def _add_named(self, into: list[Claim], what: str, name: str, target: Any) -> None:
         _check(name, _WORD, what, "letters, digits, '_', '.', '-'")

@@ -162,6 +162,10 @@ def _convert(field: Field[Any], value: Any, origin: str) -> Any:
     if (low is not None and out < low) or (high is not None and out > high) or out != out:
         raise _error(field, value, origin, _describe_expected(field, kind))
     choices = field.metadata.get("choices")
+    if field.name == "speculative_method" and choices and out not in choices:
+        from inferplane import plugins  # imports torch, so not for other values
+
+        choices = (*choices, *plugins.host().proposers())
     if choices and out not in choices:
         unknown = _error(field, value, origin, ", ".join(choices))
         unknown.remedy = quantization_remedy(out) if field.name == "quantization" else ""

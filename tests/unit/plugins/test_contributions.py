@@ -216,3 +216,40 @@ def test_calibration_methods_of_plugins_stand_beside_those_in_tree(wheels):
     (record,) = host.list_quarantined()
     assert "'gptq' is served by inferplane" in record.reason
     assert wheels.discover("gptq@zeta").calibration()["gptq"] == "fake_same:make"
+
+
+DRAFT_HOOK = "@hookimpl\ndef inferplane_register_proposers(register):\n"
+
+
+def test_proposers_of_plugins_stand_beside_those_in_tree(wheels):
+    assert set(wheels.discover().proposers()) == {"ngram", "suffix"}
+    own = f"{HEAD}{DRAFT_HOOK}    register('echo', 'fake_echo:make')\n"
+    wheels.install("acme", "1", {"echo": "fake_echo"}, fake_echo=own)
+    same = f"{HEAD}{DRAFT_HOOK}    register('suffix', 'fake_same:make')\n"
+    wheels.install("zeta", "1", {"same": "fake_same"}, fake_same=same)
+    host = wheels.discover()
+    assert set(host.proposers()) == {"ngram", "suffix", "echo"}
+    assert host.proposers()["echo"].target == "fake_echo:make"
+    (record,) = host.list_quarantined()
+    assert "'suffix' is served by inferplane" in record.reason
+    assert wheels.discover("suffix@zeta").proposers()["suffix"].target == "fake_same:make"
+    again = f"{HEAD}{DRAFT_HOOK}    register('echo', 'fake_again:make')\n"
+    wheels.install("other", "1", {"again": "fake_again"}, fake_again=again)
+    host = wheels.discover()
+    assert "echo" not in host.proposers() and "acme" in host.vacant_proposers()["echo"]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("register('mtp', 'a:b')", "'mtp' cannot be registered"),
+        ("register('a b', 'a:b')", "proposer name 'a b' is malformed"),
+        ("register('echo', 5)", "target 5 is neither callable nor a dotted name"),
+        ("register('echo', 'a:b'); register('echo', 'a:b')", "registered twice"),
+    ],
+)
+def test_proposers_that_are_none_are_quarantined(wheels, call, words):
+    wheels.install("acme", "1", {"echo": "fake_echo"}, fake_echo=f"{HEAD}{DRAFT_HOOK}    {call}\n")
+    host = wheels.discover()
+    (record,) = host.list_quarantined()
+    assert words in record.reason and set(host.proposers()) == {"ngram", "suffix"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inferplane.engine.loop.engine import Engine
-from inferplane.engine.request.arguments import TEXT_METHODS
+from inferplane.engine.request.arguments import NETWORK_METHODS
 from inferplane.engine.runner.loading.switching import prepare_switch
 from inferplane.engine.runner.options import RunnerOptions
 from inferplane.engine.speculate import SpeculativeConfig, Speculator
@@ -36,7 +36,7 @@ def switch_speculation(engine: Engine, config: SpeculativeConfig | None, options
     before = engine.speculator
     switch = prepare_switch(engine.runner, options)
     methods = {None if each is None else each.method for each in (config, None if before is None else before.config)}
-    if switch.caches is None and methods <= {None, *TEXT_METHODS}:  # cached entries are those of the model alone
+    if switch.caches is None and methods.isdisjoint(NETWORK_METHODS):  # cached entries are those of the model alone
         switch.commit()
         engine.speculator = None if config is None else Speculator(config, engine.runner, engine.scheduler)
         return

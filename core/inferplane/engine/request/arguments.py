@@ -19,8 +19,8 @@ MAX_INTEGER = 2**31 - 1
 """Largest priority, count, and number of a sequence; a message's integers have 64 bits at most."""
 
 DRAFT_METHODS = ("ngram", "suffix", "draft_model", "mtp", "eagle")
-TEXT_METHODS = ("ngram", "suffix")
-"""Those that draft from text, on the host, without weights."""
+NETWORK_METHODS = ("draft_model", "mtp", "eagle")
+"""Those that load a network. All others draft on the host, without weights, as the methods of plugins do."""
 DRAFT_ALIASES = {"inference_with_reference": "ngram", "draft": "draft_model"}
 """Other name of a method of speculation -> its name."""
 NO_DRAFTS = ("none", "None")

@@ -3,11 +3,9 @@
 from inferplane.engine.speculate.adaptive import AdaptiveLength
 from inferplane.engine.speculate.config import SpeculativeConfig, with_draft
 from inferplane.engine.speculate.network import DraftLayerProposer, DraftModelProposer
-from inferplane.engine.speculate.ngram import NgramProposer, ngram_drafts
-from inferplane.engine.speculate.proposer import Proposer, VerifiedChunk
+from inferplane.engine.speculate.proposer import Proposer, ProposerContext, VerifiedChunk
 from inferplane.engine.speculate.speculator import Speculator
-from inferplane.engine.speculate.suffix import SuffixProposer
-from inferplane.engine.speculate.suffix_index import SuffixIndex
+from inferplane.engine.speculate.text import NgramProposer, SuffixIndex, SuffixProposer, ngram_drafts
 from inferplane.engine.speculate.verify import Verified, needs_probabilities, verify
 
 __all__ = [
@@ -16,6 +14,7 @@ __all__ = [
     "DraftModelProposer",
     "NgramProposer",
     "Proposer",
+    "ProposerContext",
     "SpeculativeConfig",
     "Speculator",
     "SuffixIndex",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from inferplane.engine.request.arguments import (
@@ -14,8 +14,8 @@ from inferplane.engine.request.arguments import (
     MAX_LOOKUP_TOKENS,
     MAX_SPEC_FACTOR,
     MAX_TREE_DEPTH,
+    NETWORK_METHODS,
     NO_DRAFTS,
-    TEXT_METHODS,
     as_bool,
     as_integer,
     as_number,
@@ -25,6 +25,7 @@ from inferplane.engine.request.arguments import MAX_SPECULATIVE_TOKENS as MAX_SP
 from inferplane.engine.runner.loading.drafters import choose_quantization
 from inferplane.engine.runner.model_files import ModelFiles
 from inferplane.engine.runner.options import AS_STORED, Draft, RunnerOptions
+from inferplane.engine.speculate.methods import check_method, list_methods
 from inferplane.errors import UsageError
 from inferplane.quant import SCHEMES
 from inferplane.renamed import old_attributes, old_names
@@ -55,8 +56,8 @@ class SpeculativeConfig:
     Args:
         method: "ngram" (drafts are copied from the prompt and the text so far), "suffix" (these, and earlier answers,
             as far as they agree and by how often), "draft_model" (a smaller model of the same vocabulary drafts), "mtp"
-            (the model's own multi-token-prediction layer), or "eagle" (a head that was trained on the model's hidden
-            states).
+            (the model's own multi-token-prediction layer), "eagle" (a head that was trained on the model's hidden
+            states), or a method that a plugin registered.
         num_speculative_tokens: maximum number of drafts per sequence and step, 1 to 7.
         prompt_lookup_max: longest key, in tokens, that n-gram drafting searches for.
         verify_strategy: "rejection" and "target_match" keep the model's distribution; "greedy" keeps it at temperature
@@ -83,6 +84,7 @@ class SpeculativeConfig:
         suffix_decoding_max_spec_factor: most drafts for each token of the matched suffix, 0 to 64.
         suffix_decoding_min_token_prob: least probability, by the counts, with which suffix drafting adds a draft, 0 to
             1; it is the product of those of the drafts so far.
+        options: of a plugin's method, by their names; in a mapping they may stand beside the other fields.
 
     Raises:
         UsageError: a value is unknown or out of range.
@@ -106,11 +108,18 @@ class SpeculativeConfig:
     suffix_decoding_max_cached_tokens: int = 500_000
     suffix_decoding_max_spec_factor: float = 1.0
     suffix_decoding_min_token_prob: float = 0.1
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "method", DRAFT_ALIASES.get(self.method, self.method))
         strategies, policies = get_args(VerifyStrategy), get_args(AcceptPolicy)
-        for name, known in (("method", DRAFT_METHODS), ("verify_strategy", strategies), ("accept_policy", policies)):
+        if self.method not in NETWORK_METHODS:
+            check_method(self.method, self.options)
+        elif self.options:
+            raise UsageError(
+                f"options = {self.options!r:.80} with method = {self.method!r}, which has none of its own."
+            )
+        for name, known in (("verify_strategy", strategies), ("accept_policy", policies)):
             if getattr(self, name) not in known:
                 raise UsageError(f"{name} = {getattr(self, name)!r}.", there_is=", ".join(known))
         ranges = (
@@ -137,7 +146,7 @@ class SpeculativeConfig:
             raise UsageError(
                 f"draft_quantization = {self.draft_quantization!r:.80}.", there_is=", ".join(map(repr, known))
             )
-        if self.draft_quantization is not None and self.method in TEXT_METHODS:
+        if self.draft_quantization is not None and self.method not in NETWORK_METHODS:
             what = f"draft_quantization = {self.draft_quantization!r} with method = {self.method!r}"
             raise UsageError(f"{what}, which has no weights.", remedy="leave it out")
 
@@ -156,13 +165,19 @@ class SpeculativeConfig:
             )
         named = current_names(value, OLD_NAMES)
         known = {f.name: f.default for f in fields(cls)}
-        if odd := [name for name in named if name not in known]:
+        odd = [name for name in named if name not in known]
+        if odd and named.get("method") not in (None, *DRAFT_METHODS, *DRAFT_ALIASES, *NO_DRAFTS):
+            own = {name: named.pop(name) for name in odd}
+            named["options"] = {**named.get("options", {}), **own}
+        elif odd:
             raise UsageError(f"speculative_config names {odd[0]!r}.", there_is=", ".join(known))
         if "method" in named and named["method"] in (None, *NO_DRAFTS):
             return None
         if not isinstance(named.get("method"), str):
             method = named.get("method")
-            raise UsageError(f"speculative_config has method = {method!r}.", there_is=", ".join(DRAFT_METHODS))
+            raise UsageError(f"speculative_config has method = {method!r}.", there_is=", ".join(list_methods()))
+        if not isinstance(named.get("options", {}), Mapping):
+            raise UsageError(f"options = {named['options']!r:.80}.", there_is="mappings of a plugin's own options")
         for name, number in named.items():
             if type(known[name]) is int:
                 as_integer(name, number, 0)
@@ -198,7 +213,7 @@ def with_draft(options: RunnerOptions, config: SpeculativeConfig | None, *, conf
     if config is None:
         return options
     options = replace(options, num_drafts=config.num_speculative_tokens)
-    if config.method in TEXT_METHODS:
+    if config.method not in NETWORK_METHODS:
         return options
     quantization = config.draft_quantization
     if config.method == "mtp" and config.model is None:

@@ -5,10 +5,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from inferplane.engine.request.state import Request
+
+if TYPE_CHECKING:
+    from inferplane.engine.speculate.config import SpeculativeConfig
+
+
+@dataclass(frozen=True)
+class ProposerContext:
+    """What a proposer is made for.
+
+    Args:
+        config: the method and its limits.
+        vocab: number of token ids of the model.
+    """
+
+    config: SpeculativeConfig
+    vocab: int
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from inferplane.engine.request.arguments import NETWORK_METHODS
 from inferplane.engine.request.state import Request
 from inferplane.engine.runner.capture import why_not_captured_together
 from inferplane.engine.runner.model_runner import Runner
@@ -17,9 +18,8 @@ from inferplane.engine.speculate.captured_steps import CapturedSteps, DraftedSte
 from inferplane.engine.speculate.config import SpeculativeConfig
 from inferplane.engine.speculate.control import DraftControl
 from inferplane.engine.speculate.network import DraftLayerProposer, DraftModelProposer
-from inferplane.engine.speculate.ngram import NgramProposer
-from inferplane.engine.speculate.proposer import Proposer, VerifiedChunk
-from inferplane.engine.speculate.suffix import SuffixProposer
+from inferplane.engine.speculate.proposer import Proposer, ProposerContext, VerifiedChunk
+from inferplane.engine.speculate.registered import make_registered
 from inferplane.engine.speculate.verify import needs_probabilities
 from inferplane.engine.speculate.verify_and_draft import VerifyAndDraft
 from inferplane.errors import UsageError
@@ -120,15 +120,13 @@ class Speculator:
 
 
 def make_proposer(config: SpeculativeConfig, runner: Runner, scheduler: Scheduler) -> Proposer:
-    """The proposer of the method in `config`, over the runner's draft model or draft layer.
+    """The proposer of the method in `config`, over the runner's draft model or draft layer if it loads a network.
 
     Raises:
         UsageError: the model lacks something that the method needs.
     """
-    if config.method == "ngram":
-        return NgramProposer(config)
-    if config.method == "suffix":
-        return SuffixProposer(config)
+    if config.method not in NETWORK_METHODS:
+        return make_registered(ProposerContext(config, runner.model.vocab))
     if config.method == "draft_model":
         assert runner.draft is not None, "the runner was opened without the draft model"
         return DraftModelProposer(runner.draft, scheduler.extend)

@@ -6,15 +6,15 @@ import pytest
 
 from inferplane.engine.request.params import SamplingParams
 from inferplane.engine.request.state import Request
-from inferplane.engine.speculate import SpeculativeConfig, SuffixIndex, SuffixProposer, VerifiedChunk
-from inferplane.engine.speculate import suffix as suffix_module
-from inferplane.engine.speculate.suffix import EarlierAnswers
-from inferplane.engine.speculate.suffix_index import BETWEEN, KEYS, MAX_OCCURRENCES, Occurrence
+from inferplane.engine.speculate import ProposerContext, SpeculativeConfig, SuffixIndex, SuffixProposer, VerifiedChunk
+from inferplane.engine.speculate.text import EarlierAnswers
+from inferplane.engine.speculate.text import suffix as suffix_module
+from inferplane.engine.speculate.text.suffix_index import BETWEEN, KEYS, MAX_OCCURRENCES, Occurrence
 from inferplane.errors import UsageError
 from tests.unit.engine.loop.test_steps import greedy, some
-from tests.unit.support.fake_model import engine, right
+from tests.unit.support.fake_model import V, engine, right
 
-ANY = {"max_factor": 64.0, "min_probability": 0.0}
+ANY = {"per_match": 64.0, "min_probability": 0.0}
 
 
 def index_of(*texts, depth=24):
@@ -26,7 +26,7 @@ def index_of(*texts, depth=24):
 
 
 def proposer(**options):
-    return SuffixProposer(SpeculativeConfig("suffix", num_speculative_tokens=7, **options))
+    return SuffixProposer(ProposerContext(SpeculativeConfig("suffix", num_speculative_tokens=7, **options), V))
 
 
 def request(number, prompt, generated, tenant=""):
@@ -90,7 +90,7 @@ def test_a_sequence_does_not_find_its_own_end():
 def test_the_most_frequent_token_is_drafted_with_its_probability():
     index = index_of([1, 2, 3, 4, 9], [1, 2, 3, 4, 8], [1, 2, 3, 5, 7], [1, 2, 3, 4, 8])
     found = index.draft([1, 2, 3], 7, **ANY)
-    assert found.tokens == [4, 8] and found.expected == pytest.approx(3 / 4 + 1 / 2)
+    assert found.tokens == [4, 8] and found.score == pytest.approx(3 / 4 + 1 / 2)
     assert index.draft([1, 2, 3], 7, 64.0, 0.6).tokens == [4]
     assert index.draft([1, 2, 3], 7, 64.0, 0.8).tokens == []
 

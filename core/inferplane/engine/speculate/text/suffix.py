@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from inferplane.engine.request.state import Request
-from inferplane.engine.speculate.config import SpeculativeConfig
-from inferplane.engine.speculate.proposer import Proposer, VerifiedChunk
-from inferplane.engine.speculate.suffix_index import NO_DRAFTS_FOUND, SuffixIndex
+from inferplane.engine.speculate.proposer import Proposer, ProposerContext, VerifiedChunk
+from inferplane.engine.speculate.text.suffix_index import NO_DRAFTS_FOUND, SuffixIndex
 
 MAX_NEW_TOKENS = 4096
 """Most tokens of a request that are indexed in one step; a longer prompt is indexed in several before it has drafts."""
@@ -68,14 +67,15 @@ class SuffixProposer(Proposer):
     A request is indexed when it gets drafts, so it costs nothing while drafting does not pay.
 
     Args:
-        config: its limits are the fields `suffix_decoding_...`.
+        context: the limits are its config's fields `suffix_decoding_...`.
 
     Source: SuffixDecoding, arXiv 2411.04975.
     """
 
-    def __init__(self, config: SpeculativeConfig) -> None:
+    def __init__(self, context: ProposerContext) -> None:
+        config = context.config
         self.max_depth = config.suffix_decoding_max_tree_depth
-        self.max_factor = config.suffix_decoding_max_spec_factor
+        self.per_match = config.suffix_decoding_max_spec_factor
         self.min_probability = config.suffix_decoding_min_token_prob
         self.answers = EarlierAnswers(
             self.max_depth, config.suffix_decoding_max_cached_requests, config.suffix_decoding_max_cached_tokens
@@ -99,9 +99,9 @@ class SuffixProposer(Proposer):
             return []
         suffix, best = own.tokens[-self.max_depth :], NO_DRAFTS_FOUND
         for index in (own, self.answers.of(request.tenant)):
-            if index is not None and best.expected < max_drafts:
-                found = index.draft(suffix, max_drafts, self.max_factor, self.min_probability)
-                best = found if found.expected > best.expected else best
+            if index is not None and best.score < max_drafts:
+                found = index.draft(suffix, max_drafts, self.per_match, self.min_probability)
+                best = found if found.score > best.score else best
         return best.tokens
 
     def forget(self, request: Request) -> None:

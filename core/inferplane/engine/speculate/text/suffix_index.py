@@ -28,10 +28,10 @@ class Occurrence(NamedTuple):
 
 
 class TextDrafts(NamedTuple):
-    """Drafts, and how many of them are expected to be accepted: the sum of their estimated probabilities."""
+    """Drafts, and their score: how many are likely accepted, the sum of their estimated probabilities."""
 
     tokens: list[int]
-    expected: float
+    score: float
 
 
 NO_DRAFTS_FOUND = TextDrafts([], 0.0)
@@ -115,7 +115,7 @@ class SuffixIndex:
                 return sorted(found, reverse=True)
         return []
 
-    def draft(self, suffix: Sequence[int], max_drafts: int, max_factor: float, min_probability: float) -> TextDrafts:
+    def draft(self, suffix: Sequence[int], max_drafts: int, per_match: float, min_probability: float) -> TextDrafts:
         """The tokens that most likely follow a suffix, one after the other.
 
         After each matched length that occurs (the longest ones), the most frequent next token is taken while the
@@ -125,7 +125,7 @@ class SuffixIndex:
         Args:
             suffix: the last tokens of a sequence, up to `max_depth`.
             max_drafts: most tokens to return.
-            max_factor: most drafts for each token of the matched suffix.
+            per_match: most drafts for each token of the matched suffix.
             min_probability: least estimated probability that a draft is accepted, which needs all before it.
 
         Source: SuffixDecoding, arXiv 2411.04975, for the score and for lengths that follow the matched one.
@@ -133,13 +133,13 @@ class SuffixIndex:
         found = self.find(suffix)
         best = NO_DRAFTS_FOUND
         for matched in sorted({o.matched for o in found}, reverse=True)[:MAX_LEVELS]:
-            limit = min(max_drafts, int(max_factor * matched))
-            if limit <= best.expected:
+            limit = min(max_drafts, int(per_match * matched))
+            if limit <= best.score:
                 break  # shorter matches have no higher limit
             drafts = self._follow(
                 [o.place - self._offset for o in found if o.matched >= matched], limit, min_probability
             )
-            if drafts.expected > best.expected:
+            if drafts.score > best.score:
                 best = drafts
         return best
 
@@ -149,7 +149,7 @@ class SuffixIndex:
         """
         known, count = self.tokens, len(self.tokens)
         tokens: list[int] = []
-        probability, expected = 1.0, 0.0
+        probability, score = 1.0, 0.0
         while len(tokens) < limit and at:
             counts: dict[int, int] = {}
             for i in at:
@@ -162,6 +162,6 @@ class SuffixIndex:
             if probability < min_probability:
                 break
             tokens.append(token)
-            expected += probability
+            score += probability
             at = [i + 1 for i in at if i < count and known[i] == token]
-        return TextDrafts(tokens, expected)
+        return TextDrafts(tokens, score)

@@ -6,15 +6,18 @@ from collections.abc import Sequence
 
 import torch
 
-from inferplane.engine.speculate.config import SpeculativeConfig
-from inferplane.engine.speculate.proposer import Proposer, VerifiedChunk
+from inferplane.engine.speculate.proposer import Proposer, ProposerContext, VerifiedChunk
 
 
 class NgramProposer(Proposer):
-    """Copies drafts from the prompt or the generated tokens, on the host."""
+    """Copies drafts from the prompt or the generated tokens, on the host.
 
-    def __init__(self, config: SpeculativeConfig) -> None:
-        self.max_key = config.prompt_lookup_max
+    Args:
+        context: its config's `prompt_lookup_max` is the longest key.
+    """
+
+    def __init__(self, context: ProposerContext) -> None:
+        self.max_key = context.config.prompt_lookup_max
 
     def propose(
         self, chunks: Sequence[VerifiedChunk], max_drafts: Sequence[int], hidden: torch.Tensor
