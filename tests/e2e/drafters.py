@@ -53,6 +53,65 @@ def eagle_head(folder: Path, width: int, vocab: int, *, bias: bool = False, seed
     return tensors
 
 
+def eagle3_head(
+    folder: Path, model: Path, own_vocab: int, *, prefix: str = "midlayer.", seed: int = 8, **config: object
+) -> dict[str, torch.Tensor]:
+    """Write an EAGLE-3 head with a Llama layer of random weights, named as published ones are; returns its tensors. It
+    is right now and then: it begins with the model's own late states, norm and head.
+
+    Args:
+        folder: to write.
+        model: for which it drafts.
+        own_vocab: tokens of its head, spread over those of the model.
+        prefix: of the names of its layer. config: further entries of its config, or others.
+    """
+    base, tensors = json.loads((model / "config.json").read_text()), load_file(model / "model.safetensors")
+    width, vocab, heads = base["hidden_size"], base["vocab_size"], 4
+    inner = width + 24
+    draw = torch.Generator().manual_seed(seed)
+    shapes = {
+        "self_attn.q_proj": (width, 2 * width),
+        "self_attn.k_proj": (width // 2, 2 * width),
+        "self_attn.v_proj": (width // 2, 2 * width),
+        "self_attn.o_proj": (width, width),
+        "mlp.gate_proj": (inner, width),
+        "mlp.up_proj": (inner, width),
+        "mlp.down_proj": (width, inner),
+    }
+    own = {f"{prefix}{n}.weight": 0.1 * torch.randn(s, generator=draw) / math.sqrt(s[1]) for n, s in shapes.items()}
+    for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
+        own[f"{prefix}{name}.weight"] = 1 + 0.3 * torch.randn(width, generator=draw)
+    ids = torch.arange(own_vocab) * vocab // own_vocab
+    noise = 0.02 * torch.randn(width, 3 * width, generator=draw)
+    own |= {
+        "fc.weight": torch.cat((torch.zeros(width, 2 * width), torch.eye(width)), 1) + noise,
+        "norm.weight": tensors["model.norm.weight"].float().clone(),
+        "lm_head.weight": tensors["lm_head.weight"].float()[ids].clone(),
+        "d2t": ids - torch.arange(own_vocab),
+        "t2d": torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True),
+    }
+    settings = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "draft_vocab_size": own_vocab,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 512,
+        **config,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(settings))
+    save_file(own, folder / "model.safetensors")
+    return own
+
+
 def noisy_copy(source: Path, folder: Path, noise: float = 0.1, seed: int = 9) -> None:
     """A model like another one, which therefore often guesses what that says, but not always."""
     shutil.copytree(source, folder)

@@ -198,7 +198,7 @@ def check(weights: Iterable[Weight], source: TensorSource) -> set[str]:
                 continue
             present += 1
             dtype = source.dtype(part)
-            if weight.format == PLAIN and dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
+            if weight.format == PLAIN and dtype is not None and not weight.accepts(dtype):
                 strange.append(f"{part} {str(dtype).removeprefix('torch.')}")
             if len(shape) in (len(weight.shape), min(2, len(weight.shape))):  # else it is misshapen and counts no rows
                 shape = _shard_shape(part, shape, weight.shard_of(i))
@@ -395,6 +395,5 @@ class DummySource:
             fan_in = weight.shape[-1]
             return encode(torch.randn(weight.shape, generator=self.generator) / math.sqrt(fan_in), weight.format)
         out = torch.empty(weight.shape, dtype=weight.dtype or dtype)
-        if len(weight.shape) == 1:
-            return out.normal_(1.0, 0.1, generator=self.generator)
-        return out.normal_(0.0, 1 / math.sqrt(weight.shape[-1]), generator=self.generator)
+        mean, deviation = (1.0, 0.1) if len(weight.shape) == 1 else (0.0, 1 / math.sqrt(weight.shape[-1]))
+        return out.normal_(mean, deviation, generator=self.generator) if out.is_floating_point() else out.zero_()

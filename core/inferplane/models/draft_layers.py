@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from inferplane.ops import CausalLM, EagleLayer, MTPLayer, Op
+from inferplane.ops import CausalLM, Eagle3Layer, EagleLayer, MTPLayer, Op
 from inferplane.types import Weight
 
 AnyOp = TypeVar("AnyOp", bound=Op)
@@ -22,7 +22,7 @@ class DraftLayers:
         copies: which of "embedding" and "head" they read from their own files; the others are the model's.
     """
 
-    layers: tuple[MTPLayer | EagleLayer, ...]
+    layers: tuple[MTPLayer | EagleLayer | Eagle3Layer, ...]
     unread: tuple[str, ...] = ()
     copies: tuple[str, ...] = ()
 
@@ -39,11 +39,20 @@ def find_stored(model: CausalLM, names: Collection[str]) -> tuple[MTPLayer, ...]
         names: of the tensors in its files.
     """
 
-    def is_stored(layer: MTPLayer | EagleLayer) -> bool:
+    def is_stored(layer: MTPLayer | EagleLayer | Eagle3Layer) -> bool:
         own = DraftLayers((layer,)).own_weights(replace(model, mtp=()))
         return any(part in names for _, w in layer.weights() if id(w) in own for part in w.parts)
 
     return tuple(layer for layer in model.mtp if isinstance(layer, MTPLayer) and is_stored(layer))
+
+
+def with_drafts(model: CausalLM, layers: tuple[MTPLayer | EagleLayer | Eagle3Layer, ...]) -> CausalLM:
+    """The model with further layers that draft for it; one with an EAGLE-3 head computes what that reads."""
+    found = replace(model, mtp=(*model.mtp, *layers))
+    for layer in layers:
+        if isinstance(layer, Eagle3Layer):
+            found = replace(found, layers=replace(found.layers, taps=layer.taps), fuse=layer.fc)
+    return found
 
 
 def read_from(op: AnyOp, rename: Callable[[str], str], shared: Mapping[int, Weight] | None = None) -> AnyOp:

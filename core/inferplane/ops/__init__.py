@@ -5,7 +5,7 @@ from inferplane.ops.basic import AddRMSNorm, Embedding, RMSNorm, Rope
 from inferplane.ops.clamped_experts import ClampedExperts, clamp_gate
 from inferplane.ops.collective import AllGather, AllReduce
 from inferplane.ops.draw import Draw
-from inferplane.ops.eagle import EagleLayer
+from inferplane.ops.eagle import Eagle3Layer, EagleLayer
 from inferplane.ops.formats import FORMATS, dequantize_rows, encode
 from inferplane.ops.forms.activation import Activation, ActivationMul
 from inferplane.ops.forms.hybrid import HybridBlock
@@ -63,6 +63,7 @@ __all__ = [
     "DecoderStack",
     "DeltaRuleGates",
     "Draw",
+    "Eagle3Layer",
     "EagleLayer",
     "Embedding",
     "GQABlock",

@@ -12,7 +12,7 @@ from inferplane.ops.attention import GQABlock
 from inferplane.ops.basic import AddRMSNorm, Embedding, RMSNorm
 from inferplane.ops.collective import AllGather
 from inferplane.ops.draw import Draw
-from inferplane.ops.eagle import EagleLayer
+from inferplane.ops.eagle import Eagle3Layer, EagleLayer, run_with_taps
 from inferplane.ops.forms.hybrid import HybridBlock
 from inferplane.ops.forms.layers import (
     BlockLayer,
@@ -51,7 +51,7 @@ class DecoderLayer(Op, name="decoder_layer"):
             it reads chosen tokens alone.
 
     Returns:
-        x and residual, each `[T, D]`.
+        x and residual, each `[T, D]`; with `taps` also the hidden states before these layers, `[T, len(taps) D]`.
 
     Source: pre-norm transformer, arXiv 2002.04745.
     """
@@ -158,10 +158,11 @@ class DecoderStack(Op, name="decoder_stack"):
     numbered = "layers"
 
     layers: tuple[AnyLayer, ...]
+    taps: tuple[int, ...] = extension(())
 
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, cache: KVCache
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, cache: KVCache) -> Any:
+        if self.taps:
+            return run_with_taps(self.layers, self.taps, x, residual, batch, cache)
         if cache.by_layer:
             for layer, (held, table) in zip(self.layers, cache.by_layer):
                 x, residual = layer(x, residual, batch.for_table(table), held)
@@ -321,7 +322,8 @@ class CausalLM(Op, name="causal_lm"):
         batch: the step. cache: as of the stack; changed.
 
     Returns:
-        logits float32 `[R, V]` of the requested rows, and the hidden states after the final norm `[T, D]`.
+        logits float32 `[R, V]` of the requested rows, and the hidden states after the final norm `[T, D]`; with `fuse`
+        in their place what an EAGLE-3 head reads, `fuse` of the stack's taps, `[T, D]`.
 
     Fields: `layers` may be given as a tuple; `mtp` has the draft layers, which the engine calls, not the body (their
     caches follow those of the layers); `sample` turns logits into tokens; `gather` joins the ranks' columns of the
@@ -338,8 +340,9 @@ class CausalLM(Op, name="causal_lm"):
     norm: NormBefore
     head: LMHead | ScaledHead
     sample: SampleTokens = SampleTokens()
-    mtp: tuple[MTPLayer | EagleLayer, ...] = ()
+    mtp: tuple[MTPLayer | EagleLayer | Eagle3Layer, ...] = ()
     gather: AllGather | None = None
+    fuse: Linear | None = extension(None)
 
     def __post_init__(self) -> None:
         if isinstance(self.layers, tuple):
@@ -351,9 +354,11 @@ class CausalLM(Op, name="causal_lm"):
         return self.embed.weight.shape[0] * (1 if self.embed.reduce is None else self.embed.reduce.ranks)
 
     def __call__(self, batch: Batch, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.layers(self.embed(batch.ids), None, batch, cache)
+        x, residual, *tapped = self.layers(self.embed(batch.ids), None, batch, cache)
         x, _ = self.norm(x, residual)
         logits = self.head(x, batch)
+        if self.fuse is not None:
+            x = self.fuse(tapped[0])
         return logits if self.gather is None else self.gather(logits), x
 
     def cost(self, load: Workload) -> Cost:

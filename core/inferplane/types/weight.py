@@ -110,6 +110,14 @@ class Weight:
         quant = () if self.activation_quant is None else (str(self.activation_quant),)
         return ("weight", self.shape, self.dtype, self.format, *quant)
 
+    def accepts(self, stored: torch.dtype) -> bool:
+        """Whether a tensor of this dtype has the weight's values without scales: floats of 16 bits and more, or
+        integers where the weight is of integers.
+        """
+        if self.dtype is not None and not self.dtype.is_floating_point:
+            return not stored.is_floating_point and not stored.is_complex
+        return stored.is_floating_point and stored.itemsize > 1
+
     def nbytes(self, dtype: torch.dtype) -> int:
         """Bytes of the values in one packing if the plan's dtype is `dtype`; a quantized entry counts as one byte."""
         size = 1 if self.format != PLAIN else (self.dtype or dtype).itemsize

@@ -146,7 +146,11 @@ def test_each_layer_of_a_stack_sees_its_table():
     batch = make_batch([Query([7], 5, [3, 1], None, [[4, 6]])], block_tokens=4, device=HOST)
     caches = tuple(object() for _ in range(3))
     x, _ = DecoderStack.__call__(
-        SimpleNamespace(layers=(layer,) * 3), torch.zeros(1), None, batch, KVCache(caches, 9, 4, tables=(1, 0, 1))
+        SimpleNamespace(layers=(layer,) * 3, taps=()),
+        torch.zeros(1),
+        None,
+        batch,
+        KVCache(caches, 9, 4, tables=(1, 0, 1)),
     )
     further, first = ([[4, 6]], [25]), ([[3, 1]], [5])
     assert seen == [(*table, kv) for table, kv in zip((further, first, further), caches)] and x == 3

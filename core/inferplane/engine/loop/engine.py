@@ -117,7 +117,7 @@ class Engine:
         """
         try:
             self.check(prompt)
-            params.check_ids(self.vocab)
+            _check_params(self, params)
             own: Any = params.stop_token_ids  # a tuple, whatever was passed
             stop_ids = (frozenset() if params.ignore_eos else end_ids) | frozenset(own)
             more.setdefault("request_id", next(self._ids))
@@ -330,6 +330,13 @@ class Engine:
             prefix_cache_queries_total=s.prefix_queries_tokens,
             prefix_cache_hits_total=s.prefix_hits_tokens,
         )
+
+
+def _check_params(engine: Engine, params: SamplingParams) -> None:
+    """Raise UsageError for token ids outside the vocabulary, and for an embedding that the model cannot give now."""
+    params.check_ids(engine.vocab)
+    if params.pooling is not None and engine.speculator is not None and engine.speculator.has_own_states:
+        raise UsageError("No embeddings while an EAGLE-3 head drafts.", remedy="load the model without it")
 
 
 def _observe_times(engine: Engine, work: StepWork, sequences: int, made: int, seconds: float) -> None:

@@ -34,7 +34,7 @@ from inferplane.engine.runner.ranks import Ranks
 from inferplane.errors import UsageError, warn
 from inferplane.kvcache import SLOTS_PER_SEQUENCE, PoolShape, TablePlan, deal_layers, describe_pools, single_table
 from inferplane.models import Build, build
-from inferplane.models.draft_layers import DraftLayers
+from inferplane.models.draft_layers import DraftLayers, with_drafts
 from inferplane.ops import CausalLM
 from inferplane.plugins import Event, PluginHost
 from inferplane.quant import READERS, QuantFormats, count_requantized
@@ -142,7 +142,7 @@ class PlannedModel(DeviceModel):
         options = self.options
         self.drafters = build_drafters(self, self.base, apart=apart)
         more = (layer for drafter in self.drafters for layer in drafter.layers.layers)
-        self.model: CausalLM = replace(self.base, mtp=(*self.base.mtp, *more))
+        self.model: CausalLM = with_drafts(self.base, tuple(more))
         check_options(self.model, options, self.files.name)
         if options.mtp and len(self.model.mtp) == (options.eagle is not None):
             raise UsageError(

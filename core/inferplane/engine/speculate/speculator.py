@@ -34,7 +34,8 @@ class Speculator:
         scheduler: gives blocks for drafts; drafts never preempt a sequence.
 
     Attributes: `captured_steps`, which runs steps together with the drafting if a layer of the model drafts;
-    `drafting_s`, the seconds that drafting took after the last step, 0 if they ran together.
+    `drafting_s`, the seconds that drafting took after the last step, 0 if they ran together; `has_own_states`, whether
+    steps give the states that an EAGLE-3 head reads in place of those after the final norm.
 
     Raises:
         UsageError: the model lacks something that the method needs.
@@ -52,6 +53,7 @@ class Speculator:
         self.lengths = AdaptiveLength(most, config.adaptive, control)
         self.captured_steps: CapturedSteps | None = None
         self.drafting_s = 0.0
+        self.has_own_states = isinstance(self.proposer, DraftLayerProposer) and runner.model.fuse is not None
         if isinstance(self.proposer, DraftLayerProposer):
             assert runner.decode is not None
             sampler = Sampler(runner.sample, runner.model.vocab, runner.backend.torch_device_indexed)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+
+import torch
 
 from inferplane.errors import CheckpointError, UnsupportedModelError, UsageError
 from inferplane.models.build import Build
 from inferplane.models.draft_layers import DraftLayers, read_from
 from inferplane.models.families.llama import llama
-from inferplane.ops import CausalLM, EagleLayer, LMHead
+from inferplane.models.reading.config import Config
+from inferplane.ops import AddRMSNorm, CausalLM, Eagle3Layer, EagleLayer, GQABlock, LMHead
+from inferplane.types import Weight
+
+BELOW = "model."
+"""Where names lie that have a last norm beside them, as those of EAGLE-3 heads do (`models.reading.names`)."""
+LAYER_NAMES = ("midlayer.", "layers.0.")
+"""What the names of an EAGLE-3 head's layer begin with: as first published, and by later tools."""
 
 
 def eagle_head(target: CausalLM, build: Build, names: Collection[str] | None) -> DraftLayers:
@@ -23,11 +32,13 @@ def eagle_head(target: CausalLM, build: Build, names: Collection[str] | None) ->
     Raises:
         CheckpointError: the checkpoint is no EAGLE head. Otherwise as `eagle`.
     """
-    if names is not None and "fc.weight" not in names:
+    if names is not None and not {"fc.weight", f"{BELOW}fc.weight"} & {*names}:
         raise CheckpointError(
             f"{build.config.name} belongs to no EAGLE head: the checkpoint lacks fc.weight.",
             remedy="name the folder of an EAGLE head, or choose another method",
         )
+    if is_eagle3(build.config, names):
+        return DraftLayers((eagle3(build, target, names),), tuple(build.ignored))
     # Some published heads have a bias and some have none, and their configs do not tell reliably.
     bias = "fc.bias" in names if names is not None else build.config.flag("bias", True)
     return DraftLayers((eagle(build, target, bias=bias),), tuple(build.ignored))
@@ -50,18 +61,7 @@ def eagle(build: Build, target: CausalLM, *, bias: bool) -> EagleLayer:
 
     Source: arXiv 2401.15077; names as in the heads published with it.
     """
-    width = target.embed.weight.shape[1]
-    for entry, want in (("hidden_size", width), ("vocab_size", target.vocab)):
-        if build.config.size(entry) != want:
-            raise UsageError(
-                f"The EAGLE head has {entry} = {build.config.size(entry)}, its model has {want}.",
-                remedy="use a head that was trained for this model",
-            )
-    if build.config.size("num_hidden_layers", 1) != 1:
-        raise UnsupportedModelError(
-            f"An EAGLE head of {build.config.size('num_hidden_layers')} layers.",
-            there_is="heads of one layer (EAGLE-1)",
-        )
+    width = _check_match(build.config, target, layers="heads of one layer (EAGLE-1)")
     own = build.format_of
     inner = replace(build, format_of=lambda name: own(name.removeprefix("model.")))
     layer = read_from(llama(inner).layers[0], lambda name: name.removeprefix("model."))
@@ -75,3 +75,96 @@ def eagle(build: Build, target: CausalLM, *, bias: bool) -> EagleLayer:
         head=LMHead(target.head.weight),
         gather=build.gather(),
     )
+
+
+def is_eagle3(config: Config, names: Collection[str] | None) -> bool:
+    """Whether a head is EAGLE-3, by its architecture, its vocabulary, or its tensors."""
+    named = any("eagle3" in str(name).lower() for name in config.get("architectures") or ())
+    offsets = any(name.endswith("d2t") for name in names or ())
+    return named or offsets or config.get("draft_vocab_size") is not None
+
+
+def eagle3(build: Build, target: CausalLM, names: Collection[str] | None) -> Eagle3Layer:
+    """Build an EAGLE-3 head with a Llama layer: `fc`, one layer whose queries, keys and values read the embedding and
+    the state, `norm`, and a head of the most frequent tokens.
+
+    Args:
+        build: of the head's own config; `format_of` and `ignore` take the names in the head's checkpoint.
+        target: the model that the head drafts for.
+        names: of the tensors in the head's checkpoint; None without a checkpoint.
+
+    Returns:
+        The op. Its weights have the checkpoint's names.
+
+    Raises:
+        UsageError: the hidden size or the vocabulary differs from the target's.
+        UnsupportedModelError: the head has more than one layer, or the target is too small for the usual three states.
+
+    Source: arXiv 2503.01840; names as in the heads published with it; which states are read, and the order of norms and
+    sums, as in the modeling file published with it.
+    """
+    config = build.config
+    width = _check_match(config, target, layers="heads of one layer")
+    known = () if names is None else names
+    below = BELOW if names is None or f"{BELOW}fc.weight" in names else ""
+    prefixes = [f"{below}{prefix}" for prefix in LAYER_NAMES]
+    prefix = next((p for p in prefixes if any(n.startswith(p) for n in known)), prefixes[0])
+
+    def rename(name: str) -> str:
+        return name.replace("model.layers.0.", prefix, 1)
+
+    own, vocab = build.format_of, config.size("draft_vocab_size", target.vocab)
+    layer = read_from(llama(replace(build, format_of=lambda name: own(rename(name)))).layers[0], rename)
+    attn: GQABlock = layer.attn
+    qkv = replace(attn.qkv.weight, shape=(attn.qkv.weight.shape[0], 2 * width))
+    has_offsets = f"{below}d2t" in names if names is not None else vocab != target.vocab
+    if not has_offsets and vocab != target.vocab:
+        raise CheckpointError(f"{config.name} has {vocab} tokens of {target.vocab}, and lacks d2t, which says which.")
+    build.ignore(f"{below}embed_tokens.weight", f"{below}t2d")
+    taps = _find_taps(config, len(target.layers))
+    return Eagle3Layer(
+        embed=target.embed,
+        fc=build.linear(f"{below}fc", rows=width, columns=len(taps) * width),
+        embed_norm=layer.attn_norm.norm,
+        hidden_norm=build.rms_norm(f"{prefix}hidden_norm", width),
+        attn=replace(attn, qkv=replace(attn.qkv, weight=qkv)),
+        mlp_norm=layer.mlp_norm,
+        mlp=layer.mlp,
+        norm=AddRMSNorm(build.rms_norm(f"{below}norm", width)),
+        head=LMHead(build.weight(["lm_head"], (vocab, width))),
+        offsets=Weight((f"{below}d2t",), (vocab,), torch.int64) if has_offsets else None,
+        vocab=target.vocab,
+        taps=taps,
+        adds_normed=bool(config.get("norm_before_residual") or False),
+    )
+
+
+def _find_taps(config: Config, layers: int) -> tuple[int, ...]:
+    """The layers before which the head reads hidden states: the config's, or an early, the middle and a late one."""
+    inner = config.get("eagle_config")
+    inner = inner if isinstance(inner, Mapping) else {}
+    stated = config.get("eagle_aux_hidden_state_layer_ids") or inner.get("eagle_aux_hidden_state_layer_ids")
+    taps = tuple(stated or (2, layers // 2, layers - 3))
+    if list(taps) != sorted({*taps}) or not all(type(tap) is int and 0 <= tap < layers for tap in taps):
+        raise UnsupportedModelError(
+            f"An EAGLE-3 head that reads the hidden states before layers {', '.join(map(str, taps))}.",
+            there_is=f"rising numbers from 0 to {layers - 1}, in its config as eagle_aux_hidden_state_layer_ids",
+        )
+    return taps
+
+
+def _check_match(config: Config, target: CausalLM, *, layers: str) -> int:
+    """The hidden size, which has to be the target's, as the vocabulary; the head has to have one layer."""
+    width: int = target.embed.weight.shape[1]
+    for entry, want in (("hidden_size", width), ("vocab_size", target.vocab)):
+        if config.size(entry) != want:
+            raise UsageError(
+                f"The EAGLE head has {entry} = {config.size(entry)}, its model has {want}.",
+                remedy="use a head that was trained for this model",
+            )
+    if config.size("num_hidden_layers", 1) != 1:
+        raise UnsupportedModelError(
+            f"An EAGLE head of {config.size('num_hidden_layers')} layers.",
+            there_is=layers,
+        )
+    return width

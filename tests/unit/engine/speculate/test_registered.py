@@ -11,6 +11,7 @@ from inferplane.engine.speculate import Proposer, SpeculativeConfig
 from inferplane.errors import InferplaneWarning, PluginError, UsageError
 from inferplane.plugins.host import PROPOSERS
 from inferplane.plugins.registration import NOT_PROPOSERS
+from inferplane.serving.configure import resolve
 from tests.house.rules import IN_TREE
 from tests.unit.engine.loop.test_steps import greedy, some
 from tests.unit.support.fake_model import V, engine, right
@@ -103,6 +104,12 @@ def test_options_reach_the_method_and_are_checked(host):
     with pytest.raises(UsageError, match="'needing' lacks 'file'"):
         SpeculativeConfig.of({"method": "needing"})
     assert SpeculativeConfig.of({"method": "anything", "odd": 1}).options == {"odd": 1}
+
+
+def test_a_setting_of_the_server_may_name_it(host):
+    assert resolve({"speculative_method": "fixed"}, {}).settings.speculative_method == "fixed"
+    with pytest.raises(UsageError, match=r"guess.*eagle.*fixed"):
+        resolve({"speculative_method": "guess"}, {})
 
 
 def test_options_of_no_plugin_are_refused(host):
