@@ -18,7 +18,6 @@ WAYS = {
     "logit_bias": {"temperature": 0, "logit_bias": {70: 4.0, 71: -4.0}},
 }
 PROMPTS = ["Hello", LONG, LONG + "again", "a b c", "x"]
-OVERLAPPED = {"greedy", "n", "sampled", "logprobs", "stop string", "min_tokens", "logit_bias"}
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +57,7 @@ def test_what_overlaps_and_what_waits(folder):
         with opened(folder, async_scheduling="on") as llm:
             answers(llm, SamplingParams(**{"max_tokens": 12, **words}))
             found = llm.explain()["async_scheduling"]
-            assert found["off"] == "" and (found["overlapped_steps"] > 0) == (way in OVERLAPPED)
-            assert {w["reason"] for w in found["waits"]} == {"penalties": {"penalties"}, "regex": {"constraint"}}.get(
-                way, set()
-            )
+            assert found["off"] == "" and found["overlapped_steps"] > 0 and not found["waits"], way
             assert "asynchronous scheduling: on" in llm.explain_text()
 
 

@@ -345,6 +345,9 @@ class Script(Proposer):
     def __init__(self, kind, most, tell):
         self.kind, self.most, self.tell, self.turn = kind, most, tell, 0
 
+    def needs_step(self, chunks, max_drafts):
+        return False
+
     def propose(self, chunks, max_drafts, hidden):
         out = []
         for r, n in zip(chunks, max_drafts):

@@ -24,9 +24,9 @@ from inferplane.engine.clients.engine_lock import EngineLock
 from inferplane.engine.clients.inputs import InputProcessor
 from inferplane.engine.clients.options import EngineOptions, options_text, signature_with_options
 from inferplane.engine.loop.engine import Engine
-from inferplane.engine.loop.overlap import describe_overlap, describe_overlap_in_words
 from inferplane.engine.loop.prompt_logits import prompt_logits
 from inferplane.engine.loop.switch_speculation import switch_speculation
+from inferplane.engine.loop.why_waited import describe_overlap, describe_overlap_in_words
 from inferplane.engine.request import arguments
 from inferplane.engine.request.arguments import Prompt as Prompt
 from inferplane.engine.request.constraint import Constraint

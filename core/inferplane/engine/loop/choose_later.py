@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from inferplane.engine.loop.choose_tokens import ChosenTokens, batch_rows
+from inferplane.engine.loop.choose_tokens import ChosenTokens
 from inferplane.engine.request.results import TokenLogprob
+from inferplane.engine.request.state import Request
+from inferplane.engine.sampling.batch_rows import BatchRow
 from inferplane.engine.sampling.logprobs import Logprobs, score
 from inferplane.engine.sampling.sampler import NOT_FINITE, Sampler
 from inferplane.engine.schedule.scheduler import ScheduledChunk
@@ -75,46 +77,100 @@ class LaterTokens:
         return chosen
 
 
-def choose_later(
+@dataclass(frozen=True)
+class LaterChoice:
+    """What the tokens of a step are chosen from, as the host knew it when it launched the step. What depends on the
+    newest token of a sequence, its constraint's mask and its counts for penalties, is looked up when they are chosen.
+
+    Args:
+        samples: for each sequence, whether it gets a token.
+        logits: float32 `[S, V]` of those that do, in order; None: none does.
+        argmax: int64 `[S]`, the token with the largest logit of each row, if the model found it.
+        requests: those that get a token.
+        rows: of the same ones; None: each gets the argmax, and nothing else is returned.
+        scored: for each sequence, whether the log-probability of its token is returned.
+        prompts: see `LaterTokens`.
+        needs_newest: whether the tokens of the step before have to be accepted first.
+    """
+
+    samples: tuple[bool, ...]
+    logits: torch.Tensor | None
+    argmax: torch.Tensor | None
+    requests: tuple[Request, ...]
+    rows: list[BatchRow] | None
+    scored: tuple[bool, ...]
+    prompts: tuple[Logprobs | None, ...]
+    needs_newest: bool
+
+    def choose(self, sampler: Sampler, is_current: Callable[[Request], bool] = lambda request: True) -> LaterTokens:
+        """Choose the new tokens as `choose_tokens` does, without waiting for the device.
+
+        Args:
+            sampler: of the model.
+            is_current: whether a sequence goes on from this step; the tokens of others are not used.
+        """
+        logits, none = self.logits, (False,) * len(self.samples)
+        if logits is None:
+            return LaterTokens(self.samples, None, None, None, none, (), self.prompts)
+        if self.rows is None:
+            drawn = sampler.argmax(logits) if self.argmax is None else self.argmax
+            return LaterTokens(self.samples, drawn, _logits_of(logits, drawn), None, none, (), self.prompts)
+        rows = [
+            row if r.constraint is None or not is_current(r) else replace(row, allowed=r.constraint.masks(())[0])
+            for row, r in zip(self.rows, self.requests)
+        ]
+        inputs = sampler.prepare(rows)
+        drawn = sampler.sample(logits, inputs, self.argmax)
+        found = sampler.logprobs(logits, drawn, inputs)
+        own = _logits_of(logits, drawn)
+        return LaterTokens(self.samples, drawn, own, found, self.scored, inputs.alternatives, self.prompts)
+
+
+def prepare_choice(
     chunks: Sequence[ScheduledChunk],
     queries: Sequence[Query],
     logits: torch.Tensor,
-    sampler: Sampler,
     argmax: torch.Tensor | None = None,
-) -> LaterTokens:
-    """Choose the new tokens of each sequence of a step without drafts, as `choose_tokens` does, without waiting for the
-    device.
+) -> LaterChoice:
+    """What the tokens of a step without drafts are chosen from, before its sequences count as computed.
 
     Args:
         chunks: the step's sequences.
         queries: of the same sequences, in the same order.
         logits: float32 `[R, V]` of the rows that need them, sequence after sequence.
-        sampler: of the model.
         argmax: int64 `[R]`, the token with the largest logit of each row, if the model found it.
     """
     none = (False,) * len(chunks)
     if all(c.samples_next and c.request.next_is_argmax for c in chunks):
-        drawn = sampler.argmax(logits) if argmax is None else argmax
-        own = logits.gather(1, drawn[:, None])[:, 0]
-        return LaterTokens((True,) * len(chunks), drawn, own, None, none, (), (None,) * len(chunks))
-    rows, at, stop = [], [], 0
+        requests = tuple(c.request for c in chunks)
+        return LaterChoice((True,) * len(chunks), logits, argmax, requests, None, none, (None,) * len(chunks), False)
+    sampled, at, stop = [], [], 0
     prompts: list[Logprobs | None] = []
     for c, q in zip(chunks, queries):
         start, stop = stop, stop + (len(q.ids) if q.logits is None else min(q.logits, len(q.ids)))
         prompts.append(_score_prompt(c, logits[start:stop]) if q.logits is None else None)
         if c.samples_next:
-            rows += batch_rows(c)
+            sampled.append(c.request)
             at.append(stop - 1)
     samples = tuple(c.samples_next for c in chunks)
-    if not rows:
-        return LaterTokens(samples, None, None, None, none, (), tuple(prompts))
-    some = logits if len(at) == logits.shape[0] else logits[torch.tensor(at).to(logits.device, non_blocking=True)]
-    inputs = sampler.prepare(rows)
-    drawn = sampler.sample(some, inputs, argmax if some is logits else None)
-    own = some.gather(1, drawn[:, None])[:, 0]
-    found = sampler.logprobs(some, drawn, inputs)
+    if not sampled:
+        return LaterChoice(samples, None, None, (), None, none, tuple(prompts), False)
+    if len(at) != logits.shape[0]:
+        logits, argmax = logits[torch.tensor(at).to(logits.device, non_blocking=True)], None
+    rows = [BatchRow(r.params, _seed_of(r), r.num_chosen, r.history, (), r.end_ids) for r in sampled]
     scored = tuple(c.samples_next and c.request.params.logprobs is not None for c in chunks)
-    return LaterTokens(samples, drawn, own, found, scored, inputs.alternatives, tuple(prompts))
+    needs_newest = any(r.pending and r.needs_newest_token for r in sampled)
+    return LaterChoice(samples, logits, argmax, tuple(sampled), rows, scored, tuple(prompts), needs_newest)
+
+
+def _logits_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """float32 `[S]`, the logit of one token of each row."""
+    return logits.gather(1, tokens[:, None])[:, 0]
+
+
+def _seed_of(request: Request) -> int:
+    assert request.seed is not None
+    return request.seed
 
 
 def _score_prompt(chunk: ScheduledChunk, logits: torch.Tensor) -> Logprobs | None:

@@ -13,7 +13,8 @@ import torch
 from inferplane.engine.loop.accept_tokens import accept_tokens
 from inferplane.engine.loop.choose_tokens import ChosenTokens, choose_tokens, with_pooled
 from inferplane.engine.loop.metrics import Metrics
-from inferplane.engine.loop.overlap import Overlap, why_not_overlapped
+from inferplane.engine.loop.overlap import Overlap
+from inferplane.engine.loop.why_waited import why_not_overlapped
 from inferplane.engine.request.arguments import check_ids
 from inferplane.engine.request.params import SamplingParams
 from inferplane.engine.request.results import FinishReason
@@ -46,7 +47,8 @@ class Engine:
         insertion: how prompts join what runs.
         async_scheduling: launch the next step while one runs: "on", "off", or "auto", as the device runs.
 
-    Attributes: `overlap`, the steps in flight; None: each is waited for; `work` of the last step, with its sequences.
+    Attributes: `overlap`, the steps in flight; None: each is waited for; `work` of the last step, its number of
+    sequences, and its seconds; None: those of the call.
     """
 
     def __init__(
@@ -74,7 +76,8 @@ class Engine:
         # Allocated now, so that an out-of-memory device is not mistaken for a dead one.
         self._probe = torch.zeros(1, device=self.device)
         self._ids = count()
-        self._host_s, self.work = 0.0, (StepWork(), 0)
+        self._host_s = 0.0
+        self.work: tuple[StepWork, int, float | None] | None = None
         why_not = why_not_overlapped(runner.backend, async_scheduling)
         self.overlap = None if why_not else Overlap(self)
         self.why_not_overlapped = why_not
@@ -180,15 +183,19 @@ class Engine:
         begun, self._host_s = time.monotonic(), 0.0
         touched, made = self._expire(begun), self.metrics.counters["generation_tokens_total"]
         if self.overlap is not None:
+            self.work = None
             found = self.overlap.step()
         else:
             chunks = self.schedule()
-            self.work = count_work(chunks), len(chunks)
+            self.work = count_work(chunks), len(chunks), None
             found = self.run_chunks(chunks) if chunks else None
         if found is None:
             return touched
         seconds = time.monotonic() - begun
-        _observe_times(self, *self.work, made, seconds)
+        if self.work is not None:
+            work, sequences, measured = self.work
+            seconds = seconds if measured is None else measured
+            _observe_times(self, work, sequences, made, seconds)
         self.metrics.observe("schedule_commit_time_seconds", self._host_s)
         self.metrics.observe("step_time_seconds", seconds)
         self.metrics.counters["steps_total"] += 1
@@ -268,7 +275,7 @@ class Engine:
             row += chunk.rows
         self._host_s += time.monotonic() - decided
         if drafted is None:
-            self._propose(verified, hidden)
+            self.propose(verified, hidden)
         elif self.speculator is not None:
             self.speculator.set_drafts(verified, drafted.drafts)
         return [c.request for c, new in zip(chunks, chosen) if new.tokens]
@@ -303,7 +310,7 @@ class Engine:
             self.metrics.count_drafts(num_drafts, verified)
         return VerifiedChunk(r, first, row, chunk.count + accepted, num_drafts, verified, blocks)
 
-    def _propose(self, verified: list[VerifiedChunk], hidden: torch.Tensor) -> None:
+    def propose(self, verified: list[VerifiedChunk], hidden: torch.Tensor) -> None:
         """Draft for the next step. The tokens are accepted already, so a failure loses nothing but the drafts."""
         if self.speculator is None:
             return

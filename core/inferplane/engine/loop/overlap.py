@@ -4,7 +4,10 @@ At most two steps are in flight. The second takes the tokens that the first choo
 before the host knows them. What follows from a token is found one step late: a sequence that ends in the first step has
 a row in the second one, whose token is dropped. Lengths are known ahead: no sequence has a row behind its last token.
 
-Some steps need the host between two steps; they wait, and `Metrics.waits` counts why (`REASONS`). A step that fails
+Where the choice of a token depends on the one before, through a constraint or penalties, the model of the second step
+is launched all the same, and its tokens are chosen when the host has accepted those of the first (`LaterChoice`).
+
+Some steps need the host between two steps; they wait, and `Metrics.waits` counts why (`why_waited`). A step that fails
 while another is in flight takes both back: their sequences are preempted, and those of the step that failed run next
 without anything in flight, where a failure ends only the sequence that causes it.
 """
@@ -12,16 +15,17 @@ without anything in flight, where a failure ends only the sequence that causes i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+import time
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from inferplane.engine.loop.choose_later import LaterTokens, choose_later
+from inferplane.engine.loop.choose_later import prepare_choice
 from inferplane.engine.loop.choose_tokens import ChosenTokens
 from inferplane.engine.loop.metrics import Metrics
+from inferplane.engine.loop.step_in_flight import StepInFlight
 from inferplane.engine.request.results import FinishReason
 from inferplane.engine.request.state import Request
 from inferplane.engine.runner.model_runner import Runner
@@ -30,44 +34,12 @@ from inferplane.engine.sampling.sampler import Sampler
 from inferplane.engine.schedule.in_flight import Held
 from inferplane.engine.schedule.insertion import StepWork
 from inferplane.engine.schedule.scheduler import ScheduledChunk, Scheduler, count_work
-from inferplane.engine.speculate import Speculator
-from inferplane.errors import in_words, warn
-from inferplane.types import Backend, Batch, KVCache, ModelOutput
+from inferplane.engine.speculate import Speculator, VerifiedChunk
+from inferplane.types import Batch, KVCache, ModelOutput
 from inferplane.types.batch import make_batch
 
-REASONS = {
-    "speculation": "drafts are verified on the host's word",
-    "ranks": "the other ranks get each step's tokens from the host",
-    "pooling": "an embedding is pooled on the host",
-    "states": "the states at a block's end are to be found by their prefix",
-    "failure": "a step failed, and its sequences run again",
-    "blocks": "too few blocks are free, so a sequence may have to be preempted",
-    "penalties": "penalties count the newest token",
-    "constraint": "a constraint allows tokens by the newest one",
-}
-"""Why a step waits for the one before, by the name under which it is counted."""
-ALONE = ("speculation", "ranks", "pooling", "states", "failure")
-"""Reasons for which the step itself is waited for before anything else is scheduled."""
-
-
-def why_not_overlapped(backend: Backend, setting: str) -> str:
-    """In words, why no step is prepared while another one runs; empty if steps are.
-
-    Args:
-        backend: of the device.
-        setting: `async_scheduling`: "auto", "on" or "off".
-    """
-    if setting == "off":
-        return "async_scheduling='off'"
-    if setting == "auto" and not backend.asynchronous:
-        return f"device {backend.name!r} runs each step while the host waits"
-    try:
-        backend.start_read([torch.zeros(1, dtype=torch.int64, device=backend.torch_device_indexed)])()
-    except Exception as error:
-        reason = f"device {backend.name!r} cannot be read behind a step: {in_words(error)}"
-        warn(f"Every step is waited for before the next one is scheduled: {reason}.")
-        return reason
-    return ""
+WAITED_S = 1e-4
+"""Seconds from which on the host counts as having waited for a step: it was not over before."""
 
 
 class Loop(Protocol):
@@ -80,8 +52,7 @@ class Loop(Protocol):
     metrics: Metrics
     device: str
     speculator: Speculator | None
-    why_not_overlapped: str
-    work: tuple[StepWork, int]
+    work: tuple[StepWork, int, float | None] | None
 
     def schedule(self) -> list[ScheduledChunk]:
         """The chunks of the next step."""
@@ -98,64 +69,11 @@ class Loop(Protocol):
     def fail(self, request: Request, error: Exception) -> list[Request]:
         """End a request whose step failed though it ran alone."""
 
-    def commit(self, chunk: ScheduledChunk, chosen: ChosenTokens, row: int, sent: int | None = None) -> Any:
+    def commit(self, chunk: ScheduledChunk, chosen: ChosenTokens, row: int, sent: int | None = None) -> VerifiedChunk:
         """Accept a sequence's new tokens."""
 
-
-def describe_overlap(loop: Loop) -> dict[str, Any]:
-    """The `async_scheduling` of `explain`: why it is `off`, in words ("": it is not), how many steps were launched
-    while another one ran, and how many waited.
-    """
-    metrics = loop.metrics
-    waits = [{"reason": why, "words": REASONS[why], "steps": n} for why, n in sorted(metrics.waits.items())]
-    overlapped = metrics.counters["overlapped_steps_total"]
-    return {"off": loop.why_not_overlapped, "overlapped_steps": overlapped, "waits": waits}
-
-
-def describe_overlap_in_words(loop: Loop) -> str:
-    """`describe_overlap` as a line of text."""
-    data = describe_overlap(loop)
-    if data["off"]:
-        return f"asynchronous scheduling: off, {data['off']}"
-    waits = "".join(f"; {w['steps']} waited: {w['words']}" for w in data["waits"])
-    return f"asynchronous scheduling: on, {data['overlapped_steps']} steps launched while another one ran{waits}"
-
-
-@dataclass(eq=False)
-class StepInFlight:
-    """A step that was launched, and is not over for the host.
-
-    Args:
-        chunks: its sequences.
-        firsts: for each, its number of tokens in the cache before the step.
-        preemptions: for each, how often it was preempted before; a later preemption makes its result void.
-        later: its tokens on the device.
-        read: waits for the host's copies of them.
-        held: what is given back meanwhile.
-        work: what it computes.
-        chosen: its tokens, once the host has read them.
-        committed: how many of its sequences have them.
-    """
-
-    chunks: list[ScheduledChunk]
-    firsts: list[int]
-    preemptions: list[int]
-    later: LaterTokens
-    read: Callable[[], list[torch.Tensor]]
-    held: Held
-    work: StepWork
-    chosen: list[ChosenTokens] | None = None
-    committed: int = 0
-    places: dict[int, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        sampled = (c for c, samples in zip(self.chunks, self.later.samples) if samples)
-        self.places = {id(c.request): place for place, c in enumerate(sampled)}
-
-    def is_current(self, number: int) -> bool:
-        """Whether a sequence still goes on from this step: it has not ended, nor was it preempted."""
-        request = self.chunks[number].request
-        return request.finish_reason is None and request.preemptions == self.preemptions[number]
+    def propose(self, verified: list[VerifiedChunk], hidden: torch.Tensor) -> None:
+        """Draft for the next step."""
 
 
 class Overlap:
@@ -171,30 +89,42 @@ class Overlap:
         self.loop = loop
         self.steps: list[StepInFlight] = []
         self._failed: list[Request] = []
+        self._awaits_drafts = False
+        self._begun = self._left = self._ended = 0.0  # this call, the end of the last one, and of the last step
 
     def step(self) -> list[Request] | None:
         """Launch a step, and the next one if it need not wait; then wait for the older one. Returns the requests that
         got tokens or ended in it; None if nothing could run.
         """
-        if not self.steps:
-            chunks = self.loop.schedule()
-            if not chunks:
-                return None
-            if why := self._why_alone(chunks):
-                return self._run_alone(chunks, why)
-            try:
-                self._launch(chunks)
-            except Exception as error:
-                return self.loop.fail(chunks[0].request, error) if len(chunks) == 1 else self._run_again(chunks)
-        if len(self.steps) == 1:
-            self._launch_next()
-        return self._collect()
+        self._begun = time.monotonic()
+        try:
+            if failed := self._choose_oldest():  # an interrupt came in between
+                return failed
+            if not self.steps:
+                chunks = self.loop.schedule()
+                if not chunks:
+                    return None
+                if why := self._why_alone(chunks):
+                    return self._run_alone(chunks, why)
+                if self._awaits_drafts:
+                    self.loop.metrics.waits["speculation"] += 1
+                try:
+                    self._launch(chunks)
+                except Exception as error:
+                    return self.loop.fail(chunks[0].request, error) if len(chunks) == 1 else self._run_again(chunks)
+            if len(self.steps) == 1:
+                self._launch_next()
+            return self._collect() + self._choose_oldest()
+        finally:
+            self._left = time.monotonic()
 
     def drop(self) -> None:
         """Wait for the steps in flight, whose sequences have all ended, and drop their results."""
+        with contextlib.suppress(Exception):  # nothing of them is used
+            self.loop.runner.backend.synchronize()
         for step in self.steps:
-            with contextlib.suppress(Exception):  # nothing of it is used
-                step.read()
+            with contextlib.suppress(Exception):
+                step.wait()
         self._forget()
 
     # -- launching
@@ -203,7 +133,7 @@ class Overlap:
         """Launch a step behind those in flight. Nothing has changed if that raises, unless it is an interrupt: then
         sequences may have been preempted.
         """
-        loop, scheduler, backend = self.loop, self.loop.scheduler, self.loop.runner.backend
+        loop, scheduler, launched = self.loop, self.loop.scheduler, time.monotonic()
         queries = scheduler.queries(chunks)
         batch = make_batch(queries, block_tokens=loop.cache.block_tokens, device=loop.device, non_blocking=True)
         with torch.inference_mode():
@@ -211,14 +141,15 @@ class Overlap:
                 self._fill_ids(batch, chunks)
             output = loop.runner.run(batch)
             argmax = output.argmax if isinstance(output, ModelOutput) else None
-            later = choose_later(chunks, queries, output[0], loop.sampler, argmax)
-            read = backend.start_read(later.list_tensors())
-        work = count_work(chunks)
+            choice = prepare_choice(chunks, queries, output[0], argmax)
         firsts, preemptions = [c.request.computed for c in chunks], [c.request.preemptions for c in chunks]
+        step = StepInFlight(chunks, firsts, preemptions, choice, output[1], Held(), count_work(chunks), launched)
+        if not choice.needs_newest:
+            step.choose(loop.sampler, loop.runner.backend)
         loop.metrics.counters["forward_rows_total"] += sum(c.rows for c in chunks)
         try:
-            held = scheduler.in_flight.begin()
-            self.steps.append(StepInFlight(chunks, firsts, preemptions, later, read, held, work))
+            step.held = scheduler.in_flight.begin()
+            self.steps.append(step)
             for c in chunks:
                 scheduler.in_flight.advance(c.request, c.count)
         except BaseException:
@@ -234,7 +165,7 @@ class Overlap:
             if c.request.pending:
                 rows.append(row - 1)
                 places.append(before.places[id(c.request)])
-        tokens = before.later.tokens
+        tokens = None if before.later is None else before.later.tokens
         if tokens is None or not rows:
             return
         if rows == places == list(range(tokens.shape[0])):
@@ -245,9 +176,13 @@ class Overlap:
 
     def _launch_next(self) -> None:
         """Launch the step behind the one in flight, unless it has to wait."""
+        speculator = self.loop.speculator
+        self._awaits_drafts = speculator is not None and speculator.is_awaited(self.steps[-1].chunks)
+        if self._awaits_drafts:
+            return
         chunks = self.loop.schedule()
-        if why := self._why_not_yet(chunks):
-            self.loop.metrics.waits[why] += 1
+        if self.loop.scheduler.too_few_blocks:
+            self.loop.metrics.waits["blocks"] += 1
             return
         if not chunks or self._why_alone(chunks):
             return
@@ -259,8 +194,8 @@ class Overlap:
         self.loop.metrics.counters["overlapped_steps_total"] += 1
 
     def _why_alone(self, chunks: Sequence[ScheduledChunk]) -> str:
-        """The reason in `ALONE` why a step has to be waited for before another one is scheduled; empty: none."""
-        if self.loop.speculator is not None:
+        """The reason in `why_waited.ALONE` why a step has to be over before another one is scheduled; empty: none."""
+        if self.loop.speculator is not None and self.loop.speculator.needs_step(chunks):
             return "speculation"
         if self.loop.runner.ranks is not None:
             return "ranks"
@@ -276,21 +211,13 @@ class Overlap:
         at_block_end = (chunk.request.computed + chunk.count) % scheduler.block_tokens == 0
         return scheduler.states is not None and scheduler.root is not None and at_block_end
 
-    def _why_not_yet(self, chunks: Sequence[ScheduledChunk]) -> str:
-        """The reason why a step has to wait for the one in flight, though it may be in flight itself; empty: none."""
-        if self.loop.scheduler.too_few_blocks:
-            return "blocks"
-        requests = [c.request for c in chunks if c.request.pending and c.request.needs_newest_token]
-        if not requests:
-            return ""
-        return "penalties" if any(r.history is not None for r in requests) else "constraint"
-
     # -- a step's end
 
     def _run_alone(self, chunks: list[ScheduledChunk], why: str) -> list[Request]:
         """Run a step and wait for it, with nothing in flight."""
+        self._awaits_drafts = False
         self.loop.metrics.waits[why] += 1
-        sampled, self.loop.work = [c.request for c in chunks if c.samples_next], (count_work(chunks), len(chunks))
+        sampled, self.loop.work = [c.request for c in chunks if c.samples_next], (count_work(chunks), len(chunks), None)
         touched = self.loop.run_chunks(chunks)
         self._failed = [r for r in self._failed if r.finish_reason is None and r not in sampled]
         return touched
@@ -300,34 +227,61 @@ class Overlap:
         self.loop.metrics.waits["failure"] += 1
         return self.loop.run_each_alone(chunks)
 
+    def _choose_oldest(self) -> list[Request]:
+        """Choose the tokens of the oldest step, unless they are chosen: those of the step before are accepted now.
+        Returns requests that ended because that failed.
+        """
+        if not self.steps or self.steps[0].read is not None:
+            return []
+        try:
+            self.steps[0].choose(self.loop.sampler, self.loop.runner.backend)
+        except Exception as error:
+            return self._fail(self.steps[0], error)
+        return []
+
     def _collect(self) -> list[Request]:
         """Wait for the oldest step, and give its sequences their tokens; returns those that got some or ended."""
-        step = self.steps[0]
-        if step.chosen is None:
-            try:
-                step.chosen = step.later.on_host(step.read())
-            except Exception as error:
-                return self._fail(step, error)
-        touched, self.loop.work = [], (step.work, len(step.chunks))
+        step, loop = self.steps[0], self.loop
+        begun = time.monotonic()
+        try:
+            chosen = step.wait()
+        except Exception as error:
+            return self._fail(step, error)
+        loop.work = step.work, len(step.chunks), self._count_seconds(step, begun)
+        touched = []
         while step.committed < len(step.chunks):
             number = step.committed
-            touched += self._commit(step, number, step.chosen[number])
-            step.committed += 1
+            touched += self._commit(step, number, chosen[number])
+            step.committed, step.row = number + 1, step.row + step.chunks[number].rows
         del self.steps[0]
-        self.loop.scheduler.in_flight.finish(step.held)
+        loop.scheduler.in_flight.finish(step.held)
+        try:
+            loop.propose(step.verified, step.hidden)
+        finally:
+            for number, c in enumerate(step.chunks):
+                if step.is_current(number):
+                    loop.scheduler.release_out_of_window(c.request, step.firsts[number] + c.count)
         return touched
+
+    def _count_seconds(self, step: StepInFlight, begun: float) -> float:
+        """The time of a step that is over now: since the one before was over, or since its launch. `begun`: when the
+        host began to wait. What the host did between two calls counts if the step took as long.
+        """
+        start, now = max(step.launched, self._ended), time.monotonic()
+        outside = 0.0 if now - begun >= WAITED_S else max(0.0, self._begun - max(start, self._left))
+        self._ended = now
+        return now - start - outside
 
     def _commit(self, step: StepInFlight, number: int, chosen: ChosenTokens) -> list[Request]:
         """Give one sequence its tokens, unless it ended or was preempted meanwhile: then they are dropped."""
         if not step.is_current(number):
             return []
-        chunk, first = step.chunks[number], step.firsts[number]
+        chunk = step.chunks[number]
         try:
-            self.loop.commit(chunk, chosen, 0, first)
+            step.verified.append(self.loop.commit(chunk, chosen, step.row, step.firsts[number]))
         except BaseException:  # an interrupt
             self.loop.end(chunk.request, "abort", "interrupted")
             raise
-        self.loop.scheduler.release_out_of_window(chunk.request, first + chunk.count)
         return [chunk.request] if chosen.tokens else []
 
     def _fail(self, step: StepInFlight, error: Exception) -> list[Request]:

@@ -72,5 +72,6 @@ class StepsInFlight:
         samples = request.computed + count == request.tokens
         request.computed += count
         request.pending += samples
+        request.drafts = []  # they were guesses for the token that this step chooses
         if self._states is not None and request.state is not None:
             request.state = self._states.advance(request.state)

@@ -17,6 +17,7 @@ from inferplane.engine.request.state import Request
 from inferplane.engine.runner.capture import DecodeSteps, why_not_captured
 from inferplane.engine.runner.model_runner import Runner
 from inferplane.engine.runner.ranks import DraftCall
+from inferplane.engine.schedule.scheduler import ScheduledChunk
 from inferplane.engine.speculate.proposer import Proposer, VerifiedChunk
 from inferplane.types import FEW_TOKENS, HOST, Batch
 from inferplane.types.batch import HostLens, Query, make_batch
@@ -73,7 +74,11 @@ class NetworkProposer(Proposer):
         """
         raise NotImplementedError
 
-    def skips(self, chunk: VerifiedChunk, max_drafts: int) -> bool:
+    def needs_step(self, chunks: Sequence[ScheduledChunk], max_drafts: Sequence[int]) -> bool:
+        """See `Proposer.needs_step`: unless the step leaves nothing but gaps, while drafting is paused."""
+        return not all(self.skips(chunk, most) for chunk, most in zip(chunks, max_drafts))
+
+    def skips(self, chunk: VerifiedChunk | ScheduledChunk, max_drafts: int) -> bool:
         """Whether the entries of a chunk are left out: its sequence decodes, or ends, while drafting is paused."""
         return self.is_paused and not max_drafts and chunk.rows <= FEW_TOKENS and bool(chunk.request.generated)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from inferplane.engine.request.state import Request
+from inferplane.engine.schedule.scheduler import ScheduledChunk
 
 if TYPE_CHECKING:
     from inferplane.engine.speculate.config import SpeculativeConfig
@@ -73,6 +74,15 @@ class Proposer:
             hidden: hidden states after the final norm `[rows of the step, D]`.
         """
         raise NotImplementedError
+
+    def needs_step(self, chunks: Sequence[ScheduledChunk], max_drafts: Sequence[int]) -> bool:
+        """Whether it needs a step's hidden states, so that the next one may not be launched before it has drafted.
+
+        Args:
+            chunks: of a step without drafts, which has not ended.
+            max_drafts: maximum number of drafts of each sequence after it.
+        """
+        return True
 
     def complete(self, ended: Sequence[VerifiedChunk], hidden: torch.Tensor) -> None:
         """Write the missing cache entries of sequences that ended in the step, for later requests that find their

@@ -51,6 +51,7 @@ class Speculator:
             else None
         )
         self.lengths = AdaptiveLength(most, config.adaptive, control)
+        self._likely: set[int | str] = set()
         self.captured_steps: CapturedSteps | None = None
         self.drafting_s = 0.0
         self.has_own_states = isinstance(self.proposer, DraftLayerProposer) and runner.model.fuse is not None
@@ -97,12 +98,36 @@ class Speculator:
         if ended:
             self.proposer.complete(ended, hidden)
         for c, drafts in zip(alive, self.proposer.propose(alive, self._max_drafts(alive), hidden)):
-            c.request.drafts = drafts
+            self._note(c.request, drafts)
         self.drafting_s = time.monotonic() - begun
 
     def observe_step(self, sequences: int, tokens: int, seconds: float) -> None:
         """Let what limits drafts know of a step and the drafting after it: see `DraftControl.observe_step`."""
         self.lengths.observe_step(sequences, tokens, seconds, self.drafting_s)
+
+    def _note(self, request: Request, drafts: list[int]) -> None:
+        """Give drafts to a sequence. While a step is in flight they come one token late: that there are any says that
+        there will be more, for which the next step is to wait.
+        """
+        request.drafts = [] if request.pending else drafts
+        (self._likely.add if drafts else self._likely.discard)(request.request_id)
+
+    def needs_step(self, chunks: Sequence[ScheduledChunk]) -> bool:
+        """Whether a step has to be over before anything else is scheduled: it verifies drafts, or what drafts needs its
+        hidden states.
+        """
+        if any(c.drafts for c in chunks):
+            return True
+        self.proposer.is_paused = self.lengths.is_paused
+        return self.proposer.needs_step(chunks, [self.lengths.length(c.request) for c in chunks])
+
+    def is_awaited(self, chunks: Sequence[ScheduledChunk]) -> bool:
+        """Whether the step behind these chunks waits for them: as `needs_step`, or its sequences are likely to get
+        drafts, as they did last time.
+        """
+        return self.needs_step(chunks) or any(
+            c.request.request_id in self._likely and self.lengths.length(c.request) for c in chunks
+        )
 
     def _max_drafts(self, alive: Sequence[VerifiedChunk]) -> list[int]:
         """The maximum number of drafts of each sequence, adapted to its last verification, which is recorded here; 0
@@ -117,6 +142,7 @@ class Speculator:
 
     def forget(self, request: Request) -> None:
         """Drop what is known about a request that has ended."""
+        self._likely.discard(request.request_id)
         self.lengths.forget(request)
         self.proposer.forget(request)
 

@@ -144,7 +144,7 @@ def test_a_fault_that_passes_costs_nobody():
     assert all(right(r) and r.finish_reason == "length" for r in each) and not left[0]
 
 
-@pytest.mark.parametrize("where", ["run", "sample", "_propose", "schedule"])
+@pytest.mark.parametrize("where", ["run", "sample", "propose", "schedule"])
 @pytest.mark.parametrize("script", ["right", "alternate"])
 def test_an_interrupted_step_is_done_again(where, script):
     e = engine(64, script=script)
@@ -153,7 +153,7 @@ def test_an_interrupted_step_is_done_again(where, script):
     inner = getattr(holder, where)
 
     def broken(*args):
-        if where != "_propose":
+        if where != "propose":
             inner(*args)
         raise KeyboardInterrupt
 

@@ -2,10 +2,11 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from inferplane.engine.loop.overlap import (
+from inferplane.engine.loop.why_waited import (
     ALONE,
     REASONS,
     describe_overlap,
@@ -360,8 +361,6 @@ def test_interrupts(where):
 @pytest.mark.parametrize(
     ("why", "options", "params"),
     [
-        ("penalties", {}, {"repetition_penalty": 1.3}),
-        ("penalties", {}, {"presence_penalty": 0.5, "temperature": 1.0, "seed": 3}),
         ("speculation", {"script": "alternate"}, {}),
         ("states", {"recurrent": 3, "block_tokens": 6}, {}),
         ("blocks", {"blocks": 7}, {}),
@@ -378,19 +377,164 @@ def test_steps_that_wait_are_counted(why, options, params):
     data = describe_overlap(e)
     assert data["off"] == "" and {w["reason"]: w["steps"] for w in data["waits"]} == dict(e.metrics.waits)
     assert REASONS[why] in describe_overlap_in_words(e)
-    assert (e.metrics.counters["overlapped_steps_total"] > 0) == (why in ("states", "blocks"))
+    assert (e.metrics.counters["overlapped_steps_total"] > 0) == (why != "failure")
 
 
-def test_a_constraint_waits_until_it_is_free():
-    class Bound(Rule):
-        def is_free(self, count):
-            return len(self.seen) >= 6
+# ------------------------------------------------------------------ tokens that depend on the newest one
+
+
+def in_order(e):
+    """What the host does in order: launches a model, chooses tokens, reads them."""
+    order, look, read = [], e.runner.before, e.runner.start_read
+    e.runner.before = lambda batch: (order.append("launch"), look(batch))
+
+    def start_read(tensors):
+        order.append("choose")
+        wait = read(tensors)
+        return lambda: (order.append("read"), wait())[1]
+
+    e.runner.start_read = start_read
+    return order
+
+
+@pytest.mark.parametrize(
+    "params", [{"repetition_penalty": 1.3}, {"presence_penalty": 0.5, "temperature": 1.0, "seed": 3}]
+)
+def test_penalties_choose_when_the_token_before_is_known(params):
+    """The model of the next step runs meanwhile."""
+    e = overlapped()
+    order = in_order(e)
+    r = e.add([1, 2, 3], SamplingParams(**{"max_tokens": 4, "temperature": 0, "ignore_eos": True, **params}))
+    e.finish()
+    assert right(r) and not e.metrics.waits and e.metrics.counters["overlapped_steps_total"] == 3
+    assert order == ["launch", "choose", *["launch", "read", "choose"] * 3, "read"]
+
+
+class Ladder(Rule):
+    """Allows the token after the newest one, and from 6 tokens on all of them."""
+
+    def is_free(self, count):
+        return len(self.seen) >= 6
+
+    def masks(self, drafts):
+        words = np.zeros((V + 31) // 32, np.int32)
+        token = (self.seen[-1] + 1) % V if self.seen else 4
+        words[token // 32] = 1 << (token % 32)
+        return [words] if len(self.seen) < 6 else [None]
+
+
+def test_a_constraint_chooses_when_the_token_before_is_known():
+    e = overlapped()
+    order = in_order(e)
+    params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+    r, other = e.add([1, 2, 3], params, constraint=Ladder()), e.add([7, 8], params)
+    e.finish()
+    assert r.generated[:6] == [4, 5, 6, 7, 8, 9] and r.constraint.seen == r.generated and right(other)
+    assert not e.metrics.waits and e.metrics.counters["overlapped_steps_total"] == 8
+    deferred = ["launch", "read", "choose"] * 6
+    assert order == ["launch", "choose", *deferred, *["launch", "choose", "read"] * 2, "read"]
+
+
+@pytest.mark.parametrize("what", ["abort", "preempt", "close", "drop", "interrupt", "fail"])
+def test_what_happens_before_a_late_choice(what, monkeypatch):
+    e = overlapped()
+    params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True, repetition_penalty=1.5)
+    r, other = e.add([1, 2, 3], params), e.add([7, 8], params)
+    e.step()
+    if what == "interrupt":
+        prepare, left = e.sampler.prepare, [1]
+
+        def broken(rows):
+            if left and len(rows) == 2:
+                left.pop()
+                raise KeyboardInterrupt
+            return prepare(rows)
+
+        monkeypatch.setattr(e.sampler, "prepare", broken)
+        interrupted(e.step)
+        assert not left and e.overlap.steps[0].read is None, "its tokens are not chosen yet"
+    elif what == "fail":
+        prepare, left = e.sampler.prepare, [1]
+
+        def failing(rows):
+            if left:
+                left.pop()
+                raise ValueError("once")
+            return prepare(rows)
+
+        monkeypatch.setattr(e.sampler, "prepare", failing)
+        e.step()
+        assert not left and e.metrics.waits == {"failure": 1} and not e.overlap.steps
+    elif what == "abort":
+        e.end(r, "abort")
+    elif what == "preempt":
+        e.scheduler.preempt(r)
+    else:
+        e.overlap.steps[0].later = e.overlap.steps[0].read = None
+        e.close() if what == "close" else [e.end(each, "abort") for each in (r, other)]
+        e.settle()
+        assert not e.busy and e.allocator.used == 0
+        return
+    e.check_books()
+    e.finish()
+    assert right(r) and right(other) and other.finish_reason == "length"
+
+
+def test_a_constraint_that_fails_late_ends_alone():
+    class Complex(Ladder):
+        def masks(self, drafts):
+            if len(self.seen) >= 3:
+                raise ValueError("too complex")
+            return super().masks(drafts)
 
     e = overlapped()
-    r = e.add([1, 2, 3], greedy(12), constraint=Bound())
+    params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+    r, other = e.add([1, 2, 3], params, constraint=Complex()), e.add([7, 8], params)
     e.finish()
-    assert right(r) and r.constraint.seen == r.generated
-    assert e.metrics.waits == {"constraint": 6} and e.metrics.counters["overlapped_steps_total"] == 5
+    assert (r.finish_reason, r.error, r.generated) == ("error", "ValueError: too complex", [4, 5, 6])
+    assert right(other) and other.finish_reason == "length" and e.allocator.used == 0
+
+
+# ------------------------------------------------------------------ drafts
+
+
+@pytest.mark.parametrize("kind", ["right", "none"])
+def test_a_step_waits_only_where_there_are_drafts(kind):
+    e = overlapped(script=kind, spec={"only_if_faster": False})
+    each = [e.add(p, greedy(10)) for p in some(3, 5)]
+    e.finish()
+    assert all(map(right, each))
+    if kind == "none":
+        assert not e.metrics.waits and e.metrics.counters["overlapped_steps_total"] == 9
+    else:
+        assert e.metrics.waits["speculation"] > 1 and e.stats()["spec_decode_num_accepted_tokens_total"] > 0
+
+
+def test_drafts_begin_and_end_while_steps_overlap():
+    """They are found a step late: the next step waits, and has drafts of the newest token."""
+    e = overlapped(script="right", spec={"only_if_faster": False}, drafts=2)
+    proposer, told = e.speculator.proposer, []
+    inner = proposer.propose
+
+    def propose(chunks, most, hidden):
+        quiet = not chunks or len(chunks[0].request.generated) not in (5, 6, 7, 8)
+        told.append(None if quiet else len(e.overlap.steps))
+        return [[] for _ in chunks] if quiet else inner(chunks, most, hidden)
+
+    proposer.propose = propose
+    r = e.add([1, 2, 3], greedy(16))
+    e.finish()
+    assert right(r) and [n for n in told if n is not None][:2] == [1, 0], "one too late, then one in time"
+    assert e.metrics.waits == {"speculation": 1} and e.metrics.counters["overlapped_steps_total"] > 8
+    assert e.stats()["spec_decode_num_accepted_tokens_total"] == 2
+
+
+def test_what_reads_hidden_states_waits():
+    e = overlapped(script="none")
+    e.speculator.proposer.needs_step = lambda chunks, most: True
+    r = e.add([1, 2, 3], greedy(6))
+    e.finish()
+    assert right(r) and e.metrics.waits == {"speculation": 6} and not e.metrics.counters["overlapped_steps_total"]
 
 
 def test_every_reason_is_known():

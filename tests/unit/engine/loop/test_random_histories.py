@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 
 from inferplane.engine.loop import accept_tokens as accept_module
 from inferplane.engine.loop import engine as engine_module
+from inferplane.engine.loop import overlap as overlap_module
 from inferplane.engine.request.params import SamplingParams
 from inferplane.engine.schedule.insertion import Insertion
 from inferplane.errors import CapacityError
@@ -91,7 +92,7 @@ class Histories(RuleBasedStateMachine):
     @initialize(pool=POOLS)
     def start(self, pool):
         self.clock = Clock()
-        engine_module.time = accept_module.time = self.clock
+        engine_module.time = accept_module.time = overlap_module.time = self.clock
         self.doomed, self.late, self.interrupts = set(), set(), []
         if pool["windows"][0] is not None:
             pool["recurrent"] = 0
@@ -181,17 +182,17 @@ class Histories(RuleBasedStateMachine):
     @rule(where=st.sampled_from(["run", "run", "read", "propose"]))
     def interrupt(self, where):
         self.interrupts = [where]
-        inner = self.engine._propose
+        inner = self.engine.propose
 
         def propose(ran, hidden):
             raise KeyboardInterrupt
 
         if where == "propose":
-            self.engine._propose = propose
+            self.engine.propose = propose
         try:
             interrupted(self.engine.step)
         finally:
-            self.engine._propose, self.interrupts = inner, []
+            self.engine.propose, self.interrupts = inner, []
 
     @invariant()
     def holds(self):
@@ -214,7 +215,7 @@ class Histories(RuleBasedStateMachine):
                     assert r.finish_reason is not None and (r.finish_reason != "error" or id(r) in self.doomed)
                 assert self.engine.speculator is None or not self.engine.speculator.lengths._length
         finally:
-            engine_module.time = accept_module.time = time
+            engine_module.time = accept_module.time = overlap_module.time = time
 
 
 def machine(runs, **more):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from inferplane.engine.schedule.scheduler import ScheduledChunk
 from inferplane.engine.speculate.proposer import Proposer, ProposerContext, VerifiedChunk
 
 
@@ -18,6 +19,10 @@ class NgramProposer(Proposer):
 
     def __init__(self, context: ProposerContext) -> None:
         self.max_key = context.config.prompt_lookup_max
+
+    def needs_step(self, chunks: Sequence[ScheduledChunk], max_drafts: Sequence[int]) -> bool:
+        """See `Proposer.needs_step`: it reads tokens alone."""
+        return False
 
     def propose(
         self, chunks: Sequence[VerifiedChunk], max_drafts: Sequence[int], hidden: torch.Tensor
