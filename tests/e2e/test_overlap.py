@@ -72,7 +72,9 @@ def test_streams_and_everything_together(pair):
     assert [[*d.token_ids, *(t for d in s for t in d.token_ids)] for d, s in zip(first, streams)] == want
     stream = on.stream(LONG, each[0])
     next(stream)
+    assert on.engine.overlap.steps
     stream.close()
+    assert not on.engine.busy and on.engine.allocator.used == 0, "its blocks are free without a further call"
     assert [r.token_ids for r in on.generate(prompts, each)] == want
     assert not on.engine.busy and on.engine.pools.used == 0
 
@@ -97,7 +99,7 @@ def test_another_method_of_speculation_waits_for_what_is_in_flight(folder):
         want = llm.generate([LONG], params)[0].token_ids
         stream = llm.stream(LONG, params)
         next(stream)
-        stream.close()
+        llm.engine.end(llm.engine.scheduler.running[0], "abort")
         assert llm.engine.busy
         llm.set_speculation({"method": "ngram", "num_speculative_tokens": 3})
         assert llm.generate([LONG], params)[0].token_ids == want

@@ -13,9 +13,9 @@ from inferplane.engine.request.state import Request
 class EngineLock:
     """Re-entrant exclusive access to the engine.
 
-    `abandon` never blocks, because a generator's finalizer may run it anywhere: in any thread, with any lock held, or
-    in the middle of any call of the engine. The thread that holds the lock ends the request, before its next step or
-    when it releases the lock.
+    `abandon` never waits for another thread, because a generator's finalizer may run it anywhere: in any thread, with
+    any lock held, or in the middle of any call of the engine. The thread that holds the lock ends the request, before
+    its next step or when it releases the lock.
 
     Args:
         engine: what is locked.
@@ -53,7 +53,8 @@ class EngineLock:
 
     def abandon(self, request: Request) -> None:
         """End a request whose caller has left, with "abort": now if the lock is free, else the thread that holds the
-        lock ends it. Never blocks; from any thread.
+        lock ends it. From any thread; it waits for no other one, and only for the steps in flight of a request that
+        was the last one, whose blocks are free afterwards.
         """
         self._abandoned.append(request)
         self._end_abandoned()
@@ -65,6 +66,7 @@ class EngineLock:
                 if self._depth:  # this thread holds the lock already: its call goes on first
                     return
                 self._end_all()
+                self._engine.settle()
             finally:
                 self._lock.release()
 
