@@ -13,9 +13,10 @@ from inferplane.engine.request.state import Request
 def accept_tokens(request: Request, chosen: ChosenTokens, metrics: Metrics) -> FinishReason | None:
     """Append a sequence's new tokens up to its end; returns why it ends, None while it goes on."""
     now = time.monotonic()
+    if request.pending:
+        request.pending -= 1
     for i, token in enumerate(chosen.tokens):
         request.generated.append(token)
-        request.pending -= request.pending > 0
         metrics.counters["generation_tokens_total"] += 1
         if request.logprobs is not None:
             request.logprobs.append(chosen.logprobs[i])

@@ -187,7 +187,7 @@ class Engine:
             found = self.overlap.step()
         else:
             chunks = self.schedule()
-            self.work = count_work(chunks), len(chunks), None
+            self.work = (count_work(chunks), len(chunks), None) if self.observes_times else None
             found = self.run_chunks(chunks) if chunks else None
         if found is None:
             return touched
@@ -214,6 +214,11 @@ class Engine:
                 self.metrics.observe("request_queue_time_seconds", begun - c.request.arrived)
         self._host_s += time.monotonic() - begun
         return chunks
+
+    @property
+    def observes_times(self) -> bool:
+        """Whether anything depends on how long steps take: limits of prompts, or of drafts."""
+        return self.speculator is not None or self.scheduler.limits.insertion.max_inter_token_ms is not None
 
     def _expire(self, now: float) -> list[Request]:
         """End the requests whose deadline is over with "timeout"; returns them."""
@@ -348,7 +353,8 @@ def _check_params(engine: Engine, params: SamplingParams) -> None:
 
 def _observe_times(engine: Engine, work: StepWork, sequences: int, made: int, seconds: float) -> None:
     """Let what limits prompts and drafts know how long a step took; `made` counts tokens generated before it."""
-    engine.scheduler.times.observe(work, seconds)
+    if engine.scheduler.limits.insertion.max_inter_token_ms is not None:
+        engine.scheduler.times.observe(work, seconds)
     if engine.speculator is not None and not work.prompt_tokens:
         tokens = engine.metrics.counters["generation_tokens_total"] - made
         engine.speculator.observe_step(sequences, tokens, seconds)

@@ -193,6 +193,8 @@ class Scheduler:
                 chosen[id(request)] = ScheduledChunk(request, count)
                 budget -= count
         budget -= self._add_drafts(chosen, budget)
+        if not self.waiting:
+            return sorted(chosen.values(), key=lambda s: s.rows > FEW_TOKENS)
         allowed = allowed or self._allow_prompts(chosen)
         joins = self.limits.insertion.max_new_requests_per_step or self.limits.max_num_seqs
         joins *= self.preemptions == before and not self.too_few_blocks  # a preempted sequence waits a step
