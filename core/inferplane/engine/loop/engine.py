@@ -303,7 +303,8 @@ class Engine:
             if sent is None:
                 self.scheduler.commit(chunk, accepted)
             else:
-                self.scheduler.publish(r, first, first + chunk.count)
+                r.computed += accepted
+                self.scheduler.publish(r, first, first + chunk.count + accepted)
             if reason is not None:
                 self.end(r, reason)
         except Exception as error:  # its text or its constraint failed, which concerns no other sequence

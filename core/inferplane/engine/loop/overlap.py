@@ -17,7 +17,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,7 +32,6 @@ from inferplane.engine.request.state import Request
 from inferplane.engine.runner.model_runner import Runner
 from inferplane.engine.sampling.batch_rows import to_device
 from inferplane.engine.sampling.sampler import Sampler
-from inferplane.engine.schedule.in_flight import Held
 from inferplane.engine.schedule.insertion import StepWork
 from inferplane.engine.schedule.scheduler import ScheduledChunk, Scheduler, count_work
 from inferplane.engine.speculate import Speculator, VerifiedChunk
@@ -104,14 +104,17 @@ class Overlap:
                 chunks = self.loop.schedule()
                 if not chunks:
                     return None
-                if why := self._why_alone(chunks):
+                why = self._why_alone(chunks)
+                if why not in ("", "speculation"):
+                    return self._run_alone(chunks, why)
+                try:
+                    launched = self._launch_with_drafts(chunks) if why else self._launch(chunks)
+                except Exception as error:
+                    return self.loop.fail(chunks[0].request, error) if len(chunks) == 1 else self._run_again(chunks)
+                if not launched:
                     return self._run_alone(chunks, why)
                 if self._awaits_drafts:
                     self.loop.metrics.waits["speculation"] += 1
-                try:
-                    self._launch(chunks)
-                except Exception as error:
-                    return self.loop.fail(chunks[0].request, error) if len(chunks) == 1 else self._run_again(chunks)
             if len(self.steps) == 1:
                 self._launch_next()
             return self._collect() + self._choose_oldest()
@@ -129,9 +132,9 @@ class Overlap:
 
     # -- launching
 
-    def _launch(self, chunks: list[ScheduledChunk]) -> None:
-        """Launch a step behind those in flight. Nothing has changed if that raises, unless it is an interrupt: then
-        sequences may have been preempted.
+    def _launch(self, chunks: list[ScheduledChunk]) -> bool:
+        """Launch a step behind those in flight; returns True. Nothing has changed if that raises, unless it is an
+        interrupt: then sequences may have been preempted.
         """
         loop, scheduler, launched = self.loop, self.loop.scheduler, time.monotonic()
         queries = scheduler.queries(chunks)
@@ -142,16 +145,35 @@ class Overlap:
             output = loop.runner.run(batch)
             argmax = output.argmax if isinstance(output, ModelOutput) else None
             choice = prepare_choice(chunks, queries, output[0], argmax)
+        self._add(self._describe(chunks, launched, choice=choice, hidden=output[1]), not choice.needs_newest)
+        return True
+
+    def _launch_with_drafts(self, chunks: list[ScheduledChunk]) -> bool:
+        """As `_launch`, for a step that verifies drafts and makes others in one capture; False, and nothing is done, if
+        there is none for it.
+        """
+        speculator, launched = self.loop.speculator, time.monotonic()
+        assert speculator is not None, "nothing drafts"
+        drafted = speculator.launch(chunks, self.steps[-1].drafted if self.steps else None)
+        if drafted is not None:
+            self._add(self._describe(chunks, launched, drafted=drafted))
+        return drafted is not None
+
+    def _describe(self, chunks: list[ScheduledChunk], launched: float, **parts: Any) -> StepInFlight:
         firsts, preemptions = [c.request.computed for c in chunks], [c.request.preemptions for c in chunks]
-        step = StepInFlight(chunks, firsts, preemptions, choice, output[1], Held(), count_work(chunks), launched)
-        if not choice.needs_newest:
+        return StepInFlight(chunks, firsts, preemptions, count_work(chunks), launched, **parts)
+
+    def _add(self, step: StepInFlight, chooses: bool = True) -> None:
+        """Choose the tokens of a step, unless that has to wait, and count it as in flight."""
+        loop, in_flight = self.loop, self.loop.scheduler.in_flight
+        if chooses:
             step.choose(loop.sampler, loop.runner.backend)
-        loop.metrics.counters["forward_rows_total"] += sum(c.rows for c in chunks)
+        loop.metrics.counters["forward_rows_total"] += sum(c.rows for c in step.chunks)
         try:
-            step.held = scheduler.in_flight.begin()
+            step.held = in_flight.begin()
             self.steps.append(step)
-            for c in chunks:
-                scheduler.in_flight.advance(c.request, c.count)
+            for c in step.chunks:
+                in_flight.advance(c.request, c.count)
         except BaseException:
             self._take_back()
             raise
@@ -176,34 +198,44 @@ class Overlap:
 
     def _launch_next(self) -> None:
         """Launch the step behind the one in flight, unless it has to wait."""
-        speculator = self.loop.speculator
-        self._awaits_drafts = speculator is not None and speculator.is_awaited(self.steps[-1].chunks)
+        speculator, before = self.loop.speculator, self.steps[-1]
+        has_drafts = before.drafted is not None
+        self._awaits_drafts = not has_drafts and speculator is not None and speculator.is_awaited(before.chunks)
         if self._awaits_drafts:
             return
         chunks = self.loop.schedule()
         if self.loop.scheduler.too_few_blocks:
             self.loop.metrics.waits["blocks"] += 1
             return
-        if not chunks or self._why_alone(chunks):
+        if not chunks or (not has_drafts and self._why_alone(chunks)):
             return
         try:
-            self._launch(chunks)
+            if not has_drafts:
+                self._launch(chunks)
+            elif not self._follows(chunks, before) or not self._launch_with_drafts(chunks):
+                self._awaits_drafts = True
+                return
         except Exception:  # it is scheduled again when nothing is in flight, and if it fails then, too, ends a request
             self.loop.metrics.waits["failure"] += 1
             return
         self.loop.metrics.counters["overlapped_steps_total"] += 1
 
+    def _follows(self, chunks: Sequence[ScheduledChunk], before: StepInFlight) -> bool:
+        """Whether the inputs of a step follow from the result of the one before, which drafts for it."""
+        return all(c.request.pending and c.samples_next and id(c.request) in before.places for c in chunks)
+
     def _why_alone(self, chunks: Sequence[ScheduledChunk]) -> str:
         """The reason in `why_waited.ALONE` why a step has to be over before another one is scheduled; empty: none."""
-        if self.loop.speculator is not None and self.loop.speculator.needs_step(chunks):
-            return "speculation"
         if self.loop.runner.ranks is not None:
             return "ranks"
         if any(c.request.params.pooling is not None for c in chunks):
             return "pooling"
         if any(c.request in self._failed for c in chunks):
             return "failure"
-        return "states" if any(map(self._publishes_state, chunks)) else ""
+        if any(map(self._publishes_state, chunks)):
+            return "states"
+        speculator = self.loop.speculator
+        return "speculation" if speculator is not None and speculator.needs_step(chunks) else ""
 
     def _publishes_state(self, chunk: ScheduledChunk) -> bool:
         """Whether the states after a chunk are to be found by its prefix once the step is over."""
@@ -256,12 +288,21 @@ class Overlap:
         del self.steps[0]
         loop.scheduler.in_flight.finish(step.held)
         try:
-            loop.propose(step.verified, step.hidden)
+            self._draft(step)
         finally:
-            for number, c in enumerate(step.chunks):
-                if step.is_current(number):
-                    loop.scheduler.release_out_of_window(c.request, step.firsts[number] + c.count)
+            for done in step.verified:
+                loop.scheduler.release_out_of_window(done.request, done.first + done.rows)
         return touched
+
+    def _draft(self, step: StepInFlight) -> None:
+        """Draft behind a step that is over, or set the drafts that it made."""
+        if step.drafted is None:
+            assert step.hidden is not None, "a step without drafts keeps its hidden states"
+            self.loop.propose(step.verified, step.hidden)
+        elif self.loop.speculator is not None and self.steps:
+            self.loop.speculator.observe(step.verified)
+        elif self.loop.speculator is not None:
+            self.loop.speculator.set_drafts(step.verified, step.drafts)
 
     def _count_seconds(self, step: StepInFlight, begun: float) -> float:
         """The time of a step that is over now: since the one before was over, or since its launch. `begun`: when the
@@ -276,9 +317,14 @@ class Overlap:
         """Give one sequence its tokens, unless it ended or was preempted meanwhile: then they are dropped."""
         if not step.is_current(number):
             return []
-        chunk = step.chunks[number]
+        chunk, first = step.chunks[number], step.firsts[number]
+        if step.drafted is not None:  # how many drafts it had, and where it began, was known on the device alone
+            found, known = step.found[number], len(chunk.request.prompt) + len(chunk.request.generated)
+            chunk, first = replace(chunk, drafts=(0,) * found.num_drafts), known - 1
         try:
-            step.verified.append(self.loop.commit(chunk, chosen, step.row, step.firsts[number]))
+            step.verified.append(self.loop.commit(chunk, chosen, step.row, first))
+            if step.drafted is not None:
+                step.drafts.append(step.found[number].drafts)
         except BaseException:  # an interrupt
             self.loop.end(chunk.request, "abort", "interrupted")
             raise

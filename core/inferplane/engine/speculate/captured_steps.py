@@ -22,6 +22,7 @@ from inferplane.engine.sampling.batch_rows import GREEDY, sampling_kind
 from inferplane.engine.sampling.sampler import NOT_FINITE
 from inferplane.engine.schedule.scheduler import ScheduledChunk, Scheduler
 from inferplane.engine.speculate.adaptive import AdaptiveLength
+from inferplane.engine.speculate.drafts_in_flight import DraftsInFlight, SequenceEnds
 from inferplane.engine.speculate.verify_and_draft import CaptureForm, StepTensors, VerifyAndDraft
 from inferplane.types import HOST, Batch
 from inferplane.types.batch import TableRows
@@ -127,23 +128,67 @@ class CapturedSteps:
         first_draft = 2 + self.buckets[size].inputs.batch.max_query_tokens  # type: ignore[index]
         return DraftedStep([row[2 : 2 + row[0]] for row in table], [row[first_draft:] for row in table])
 
+    def launch(self, chosen: Sequence[ScheduledChunk], before: DraftsInFlight | None = None) -> DraftsInFlight | None:
+        """Launch one step and its drafting, without waiting for it; None, and nothing is done, if it has to fall back.
+
+        Args:
+            chosen: its sequences; behind a step that is in flight, each of them is in that one, too.
+            before: the step in flight; None: there is none.
+        """
+        most = max(s.rows for s in chosen) if before is None else before.ends.ids.shape[1]
+        size = self.sizes.smallest_for(len(chosen), most)
+        if (
+            size is None
+            or self.disabled_reason
+            or self.scheduler.states is not None
+            or any(_fallback_reason(s, size) for s in chosen)
+        ):
+            return None
+        bounds = [(s.request, self._max_tokens(s)) for s in chosen]
+        places: list[int] = []
+        if before is not None:
+            if len(chosen) * most > self.scheduler.limits.max_num_batched_tokens:
+                return None
+            # All drafts of both steps may be accepted.
+            more = before.most_rows - 1 + most
+            bounds = [(r, min(tokens + more, r.max_cached_tokens)) for r, tokens in bounds]
+            at = {id(r): place for place, r in enumerate(before.requests)}
+            places = [at[id(s.request)] for s in chosen]
+        if not self.scheduler.extend_all(bounds):
+            return None
+        with torch.inference_mode():
+            table = self._launch(size, chosen, None if before is None else before.ends.select(places))
+            if table is None:
+                return None
+            self.replayed += 1
+            return DraftsInFlight.of([s.request for s in chosen], self.buckets[size].inputs, table)
+
     def _replay(self, size: Size, chosen: Sequence[ScheduledChunk]) -> list[list[int]] | None:
         """The table's rows of the step's sequences (`VerifyAndDraft`); None if the step cannot be captured."""
+        table = self._launch(size, chosen)
+        return None if table is None else table[: len(chosen)].to(HOST).tolist()
+
+    def _launch(
+        self, size: Size, chosen: Sequence[ScheduledChunk], ends: SequenceEnds | None = None
+    ) -> torch.Tensor | None:
+        """The step's table on the device, which the next step of this size overwrites; None if the step cannot be
+        captured. `ends`: where its sequences stand, if the host does not know.
+        """
         bucket = self.buckets.get(size)
         if bucket is None:
             device, block_tokens = self.backend.torch_device_indexed, self.function.block_tokens
             bucket = self.buckets[size] = InputBucket.of(size, self.width, block_tokens, device, self.num_tables)
-        kinds = self._fill(bucket, size, chosen)
+        kinds = self._fill(bucket, size, chosen, ends)
         form = CaptureForm(max(1, *(self._max_drafts(s) for s in chosen)), kinds)
         graph = bucket.graphs.get(form)
         if graph is None and (size, form) not in self.wrong:
             graph = self._capture(size, form, bucket, chosen)
-            self._fill(bucket, size, chosen)
+            self._fill(bucket, size, chosen, ends)
         if graph is None:
             return None
         (table,) = graph.replay()
-        rows: list[list[int]] = table[: len(chosen)].to(HOST).tolist()
-        return rows
+        found: torch.Tensor = table
+        return found
 
     def _capture(self, size: Size, form: CaptureForm, bucket: InputBucket, chosen: Sequence[ScheduledChunk]) -> Any:
         """A new capture, which is in `bucket.graphs` too; None if the device makes none, or a wrong one."""
@@ -164,9 +209,11 @@ class CapturedSteps:
         bucket.graphs[form] = graph
         return graph
 
-    def _fill(self, bucket: InputBucket, size: Size, chosen: Sequence[ScheduledChunk]) -> tuple[int, ...]:
+    def _fill(
+        self, bucket: InputBucket, size: Size, chosen: Sequence[ScheduledChunk], ends: SequenceEnds | None
+    ) -> tuple[int, ...]:
         """Copy a step into a bucket's tensors and pad the rest; returns the distinct sampling kinds of its rows,
-        rising.
+        rising. `ends`: see `_launch`.
         """
         n, width, block_tokens = size.sequences, size.tokens, self.function.block_tokens
         rows = np.zeros((2 + self.num_tables, n * width), np.int64)
@@ -204,6 +251,8 @@ class CapturedSteps:
         batch.seq_lens.copy_(torch.from_numpy(lens), non_blocking=True)
         for target, numbers_of_blocks in zip(batch.list_tables(), tables):
             target.block_tables[:, :longest].copy_(torch.from_numpy(numbers_of_blocks), non_blocking=True)
+        if ends is not None:
+            ends.fill(bucket.inputs, block_tokens)
         return kinds
 
     def _difference(self, size: Size, inputs: StepTensors, form: CaptureForm, graph: Any, used: Sequence[int]) -> str:
@@ -248,8 +297,10 @@ class CapturedSteps:
         return self.checker.check(size, used, fill, eager, replay, form.drafts - 1)
 
     def _lengths(self, s: ScheduledChunk) -> tuple[int, int]:
-        """The number of drafts of a sequence if all of this step's are accepted, and if one is rejected."""
-        n, after = len(s.drafts), self.lengths.length_after
+        """The number of drafts of a sequence if all of this step's are accepted, and if one is rejected. Behind a step
+        in flight they follow from what is known of the steps before it.
+        """
+        n, after = 1 if s.request.pending else len(s.drafts), self.lengths.length_after
         return after(s.request, n, n), after(s.request, n, n - 1)
 
     def _max_drafts(self, s: ScheduledChunk) -> int:
@@ -275,7 +326,8 @@ def _fallback_reason(s: ScheduledChunk, size: Size | None) -> str:
         return "no size holds the step"
     if r.computed + 1 < size.tokens:
         return "a sequence is shorter than what is padded"
-    if r.constraint is not None and not r.constraint.is_free(1 + len(s.drafts)):
+    may_come = 2 * size.tokens if r.pending else 1 + len(s.drafts)
+    if r.constraint is not None and not r.constraint.is_free(may_come):
         return "a constraint"
     if p.logprobs is not None:
         return "log-probabilities"

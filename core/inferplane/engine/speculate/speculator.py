@@ -17,6 +17,7 @@ from inferplane.engine.speculate.adaptive import AdaptiveLength
 from inferplane.engine.speculate.captured_steps import CapturedSteps, DraftedStep
 from inferplane.engine.speculate.config import SpeculativeConfig
 from inferplane.engine.speculate.control import DraftControl
+from inferplane.engine.speculate.drafts_in_flight import DraftsInFlight
 from inferplane.engine.speculate.network import DraftLayerProposer, DraftModelProposer
 from inferplane.engine.speculate.proposer import Proposer, ProposerContext, VerifiedChunk
 from inferplane.engine.speculate.registered import make_registered
@@ -70,6 +71,16 @@ class Speculator:
         """
         self.drafting_s = 0.0
         return None if self.captured_steps is None else self.captured_steps.run(chunks)
+
+    def launch(self, chunks: Sequence[ScheduledChunk], before: DraftsInFlight | None) -> DraftsInFlight | None:
+        """As `run`, without waiting: `CapturedSteps.launch`."""
+        return None if self.captured_steps is None else self.captured_steps.launch(chunks, before)
+
+    def observe(self, chunks: Sequence[VerifiedChunk]) -> None:
+        """Record the verifications of a step behind which another one was launched, so that nothing is drafted now."""
+        for c in chunks:
+            if c.request.finish_reason is None:
+                self.lengths.observe(c.request, c.num_drafts, c.num_accepted)
 
     def set_drafts(self, chunks: Sequence[VerifiedChunk], drafts: Sequence[list[int]]) -> None:
         """Give the drafts that `run` returned to the sequences that go on, and release blocks that were reserved for
