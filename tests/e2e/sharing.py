@@ -38,6 +38,8 @@ def main(model: str, out: str, options: str = "{}") -> None:
         found = {**answers(llm), "bytes": llm.runner.ranks.weight_bytes}
         found["again"] = answers(llm)["tokens"]
         found["accepted"] = llm.engine.metrics.counters["spec_decode_num_accepted_tokens_total"]
+        found["overlapped"] = llm.engine.metrics.counters["overlapped_steps_total"]
+        found["waits"] = dict(llm.engine.metrics.waits)
     torch.save(found, Path(out))
 
 

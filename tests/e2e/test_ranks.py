@@ -88,6 +88,19 @@ def test_two_ranks_answer_as_one(case, tmp_path):
         print(f"{case}: {whole} bytes on one rank, {mine} of two, {copied} of them on both")
 
 
+@pytest.mark.parametrize("case", ["llama-gqa", "qwen3_moe-plain"])
+def test_two_ranks_launch_the_next_step_while_one_runs(case, tmp_path):
+    """The newest tokens go from device to device; blocks are few, so that some steps wait."""
+    make(*case.split("-"), tmp_path / "model")
+    plain = {"device": "cpu", "dtype": "float32", "max_num_seqs": 3, "max_num_batched_tokens": 48}
+    with LLM(tmp_path / "model", **plain) as llm:
+        want = answers(llm)
+    share(tmp_path / "model", tmp_path / "out", json.dumps({"async_scheduling": "on"}), seconds=SECONDS)
+    got = torch.load(tmp_path / "out")
+    same(got, want)
+    assert got["overlapped"] > 100 and set(got["waits"]) <= {"pooling", "blocks"}
+
+
 def test_a_draft_model_of_rank_0_alone(tmp_path):
     """The same tokens as without drafts, in fewer steps; the other rank has no bytes of the draft model."""
     make("llama", "gqa", tmp_path / "model")

@@ -140,9 +140,8 @@ class Overlap:
         queries = scheduler.queries(chunks)
         batch = make_batch(queries, block_tokens=loop.cache.block_tokens, device=loop.device, non_blocking=True)
         with torch.inference_mode():
-            if self.steps:
-                self._fill_ids(batch, chunks)
-            output = loop.runner.run(batch)
+            unknown = self._fill_ids(batch, chunks) if self.steps else []
+            output = loop.runner.run_behind(batch, queries, unknown)
             argmax = output.argmax if isinstance(output, ModelOutput) else None
             choice = prepare_choice(chunks, queries, output[0], argmax)
         self._add(self._describe(chunks, launched, choice=choice, hidden=output[1]), not choice.needs_newest)
@@ -178,8 +177,8 @@ class Overlap:
             self._take_back()
             raise
 
-    def _fill_ids(self, batch: Batch, chunks: Sequence[ScheduledChunk]) -> None:
-        """Put the tokens that the step in flight chooses into a batch, in place."""
+    def _fill_ids(self, batch: Batch, chunks: Sequence[ScheduledChunk]) -> list[int]:
+        """Put the tokens that the step in flight chooses into a batch, in place; returns their rows."""
         before, row = self.steps[-1], 0
         rows, places = [], []
         for c in chunks:
@@ -189,12 +188,13 @@ class Overlap:
                 places.append(before.places[id(c.request)])
         tokens = None if before.later is None else before.later.tokens
         if tokens is None or not rows:
-            return
+            return []
         if rows == places == list(range(tokens.shape[0])):
             batch.ids[: len(rows)].copy_(tokens)
-            return
+            return rows
         at, source = to_device((np.array(rows, np.int64), np.array(places, np.int64)), batch.ids.device)
         batch.ids.index_copy_(0, at, tokens.index_select(0, source))
+        return rows
 
     def _launch_next(self) -> None:
         """Launch the step behind the one in flight, unless it has to wait."""
@@ -226,8 +226,6 @@ class Overlap:
 
     def _why_alone(self, chunks: Sequence[ScheduledChunk]) -> str:
         """The reason in `why_waited.ALONE` why a step has to be over before another one is scheduled; empty: none."""
-        if self.loop.runner.ranks is not None:
-            return "ranks"
         if any(c.request.params.pooling is not None for c in chunks):
             return "pooling"
         if any(c.request in self._failed for c in chunks):

@@ -12,14 +12,13 @@ from inferplane.types import Backend
 
 REASONS = {
     "speculation": "the number of accepted drafts decides positions, on the host",
-    "ranks": "the other ranks get each step's tokens from the host",
     "pooling": "an embedding is pooled on the host",
     "states": "the states at a block's end are to be found by their prefix",
     "failure": "a step failed, and its sequences run again",
     "blocks": "too few blocks are free, so a sequence may have to be preempted",
 }
 """Why a step waits for the one before, by the name under which it is counted."""
-ALONE = ("speculation", "ranks", "pooling", "states", "failure")
+ALONE = ("speculation", "pooling", "states", "failure")
 """Reasons for which the step itself is waited for before anything else is scheduled."""
 
 

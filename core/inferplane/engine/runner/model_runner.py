@@ -34,7 +34,7 @@ from inferplane.models import constructor
 from inferplane.plugins import Event, PluginHost
 from inferplane.renamed import old_attributes
 from inferplane.types import Backend, Batch, KVCache, KVRequest, LayerCache, Placement, StepKind
-from inferplane.types.batch import make_batch
+from inferplane.types.batch import Query, make_batch
 
 
 @old_attributes({"offer": "kv_layouts"})
@@ -286,6 +286,20 @@ class Runner(PlannedModel):
         with self.ranks.step(batch, self.cache.block_tokens):
             return step(batch)
 
+    def run_behind(
+        self, batch: Batch, queries: Sequence[Query], rows: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run one step like `run`, behind a step that is in flight; with several ranks, without waiting for that.
+
+        Args:
+            batch: the step. queries: those that it was made from.
+            rows: token rows of it whose ids the host does not know yet.
+        """
+        if self.ranks is None:
+            return self.run(batch)
+        with self.ranks.step_behind(batch, queries, rows):
+            return (self.run_eagerly if self.decode is None else self.decode)(batch)
+
     def run_eagerly(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Run one step like `run`, but always eagerly, without a capture, and without other ranks."""
         return cast(tuple[torch.Tensor, torch.Tensor], self.steps[batch.kind](batch, self.cache))
@@ -308,9 +322,12 @@ class Runner(PlannedModel):
         """On every rank but 0: run the steps that rank 0 broadcasts; returns when rank 0 closes the model."""
         assert self.ranks is not None and self.cache is not None
         hidden = drafted = torch.empty(0)
-        for queries, draft in self.ranks.steps():
-            batch = make_batch(queries, block_tokens=self.cache.block_tokens, device=self.backend.torch_device_indexed)
+        device, block_tokens = self.backend.torch_device_indexed, self.cache.block_tokens
+        for queries, draft, unknown in self.ranks.steps():
             with torch.inference_mode():
+                batch = make_batch(queries, block_tokens=block_tokens, device=device, non_blocking=True)
+                if unknown:
+                    self.ranks.fill_ids(batch, unknown)
                 if draft is None:
                     hidden = self.steps[batch.kind](batch, self.cache)[1]
                     continue

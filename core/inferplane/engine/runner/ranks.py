@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -164,18 +164,45 @@ class Ranks:
         failure in the block leaves the ranks out of step for good: `broken` is set, and later calls raise
         GenerationError.
         """
+        with self._in_step(lambda: [*encode_draft(draft), 0, *encode_batch(batch, block_tokens)]):
+            yield
+
+    @contextlib.contextmanager
+    def step_behind(self, batch: Batch, queries: Sequence[Query], rows: Sequence[int]) -> Iterator[None]:
+        """As `step`, for a step of the model behind one that is in flight, without waiting for that: the ids of the
+        tokens `rows`, which the host does not know yet, go from device to device.
+
+        Args:
+            batch: the step. queries: those that it was made from. rows: token rows of it.
+        """
+        with self._in_step(lambda: [*encode_draft(None), len(rows), *rows, *encode_queries(queries)]):
+            if rows:
+                self.fill_ids(batch, rows)
+            yield
+
+    def fill_ids(self, batch: Batch, rows: Sequence[int]) -> None:
+        """Give all ranks rank 0's ids of these token rows, in place. Every rank calls it at the same place."""
+        at = torch.tensor(rows).to(batch.ids.device, non_blocking=True)
+        ids = batch.ids.index_select(0, at)
+        dist.broadcast(ids, 0)
+        if self.rank:
+            batch.ids.index_copy_(0, at, ids)
+
+    @contextlib.contextmanager
+    def _in_step(self, message: Callable[[], list[int]]) -> Iterator[None]:
+        """Send a step to the other ranks, and run it inside the block."""
         if self.broken:
             raise GenerationError(f"The ranks are out of step: {self.broken}.", remedy="start the model anew")
         try:
-            self._send([*encode_draft(draft), *encode_batch(batch, block_tokens)])
+            self._send(message())
             yield
         except BaseException as error:
             self.broken = f"a step failed on rank 0 with {type(error).__name__}: {error}"
             raise
 
-    def steps(self) -> Iterator[tuple[list[Query], DraftCall | None]]:
-        """On the other ranks: the queries of each step, and the draft layer if one runs in place of the model, until
-        rank 0 closes the model.
+    def steps(self) -> Iterator[tuple[list[Query], DraftCall | None, list[int]]]:
+        """On the other ranks: the queries of each step, the draft layer if one runs in place of the model, and the
+        token rows whose ids come by `fill_ids`, until rank 0 closes the model.
 
         Ctrl-C and SIGTERM, which a launcher sends to all ranks, are ignored meanwhile: rank 0 may have requests to
         finish. If rank 0 ends without closing the model, this process ends with exit code 1.
@@ -195,7 +222,7 @@ class Ranks:
             for number, how in handlers.items():
                 signal.signal(number, how)
 
-    def _receive(self) -> tuple[list[Query], DraftCall | None] | None:
+    def _receive(self) -> tuple[list[Query], DraftCall | None, list[int]] | None:
         """Wait for the next step that rank 0 broadcasts; returns what `steps` yields, None when rank 0 closes the
         model.
         """
@@ -208,7 +235,8 @@ class Ranks:
         if rest.numel():
             dist.broadcast(rest, 0, group=self._control)
         draft, message = decode_draft([*first[1 : length + 1].tolist(), *rest.tolist()])
-        return decode_queries(message), draft
+        unknown, message = message[1 : 1 + message[0]], message[1 + message[0] :]
+        return decode_queries(message), draft, unknown
 
     def _send(self, message: Sequence[int]) -> None:
         """Broadcast a message from rank 0, in one or two tensors."""
@@ -270,6 +298,21 @@ def encode_batch(batch: Batch, block_tokens: int) -> list[int]:
             blocks += table[i][:count]
     states = [slots.to(HOST).tolist() for slots in batch.states or ()]
     return [len(lens.seq_lens), len(tables), len(states), *heads, *ids, *blocks, *chain(*states)]
+
+
+def encode_queries(queries: Sequence[Query]) -> list[int]:
+    """Queries as the integers of `encode_batch`, from what the host knows alone."""
+    heads: list[int] = []
+    ids: list[int] = []
+    blocks: list[int] = []
+    for q in queries:
+        heads += (len(q.ids), q.before, len(q.blocks), -1 if q.logits is None else min(q.logits, len(q.ids)))
+        ids += q.ids
+        for table in (q.blocks, *q.more_blocks):
+            blocks += table
+    states = [q.state for q in queries if q.state is not None]
+    slots = list(chain(*zip(*states)))
+    return [len(queries), 1 + len(queries[0].more_blocks), 2 * bool(states), *heads, *ids, *blocks, *slots]
 
 
 def decode_queries(message: Sequence[int]) -> list[Query]:

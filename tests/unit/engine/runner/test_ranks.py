@@ -12,6 +12,7 @@ from inferplane.engine.runner.ranks import (
     decode_draft,
     decode_queries,
     encode_batch,
+    encode_queries,
     encode_draft,
     launcher_ranks,
     num_ranks,
@@ -36,7 +37,8 @@ def test_a_batch_is_made_again_from_its_numbers(sequences, data):
         made.append(Query(ids, before, tables[0], logits, tables[1:], state))
         used += count * (1 + more_tables)
     batch = make_batch(made, block_tokens=16, device="cpu")
-    again = make_batch(decode_queries(encode_batch(batch, 16)), block_tokens=16, device="cpu")
+    message = encode_queries(made) if data.draw(st.booleans()) else encode_batch(batch, 16)
+    again = make_batch(decode_queries(message), block_tokens=16, device="cpu")
     for name in ("ids", "positions", "slots", "query_start", "seq_lens", "block_tables", "logit_rows"):
         want, got = getattr(batch, name), getattr(again, name)
         assert (want is None and got is None) or torch.equal(want, got), name
