@@ -1,8 +1,11 @@
 """Asynchronous scheduling on whole models: every answer is that of the loop that waits."""
 
+import asyncio
+import threading
+
 import pytest
 
-from inferplane import LLM, SamplingParams, plugins
+from inferplane import LLM, AsyncLLM, SamplingParams, plugins
 from tests.e2e.tiny_llm import LONG, opened, write
 from tests.mock_device import hidden
 
@@ -137,3 +140,37 @@ def test_on_a_device_that_is_late(folder, monkeypatch):
         assert llm.generate(PROMPTS[:3], each[:3])[0].token_ids == want[0]
         assert llm.engine.metrics.counters["overlapped_steps_total"] > 5
         assert llm.explain()["async_scheduling"]["off"] == ""
+
+
+def test_a_step_that_hangs_on_the_device_is_noticed_and_a_drain_waits_for_it(folder):
+    """The watchdog asks how long ago a step ended; closing with time to drain lets streams come to their end."""
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    with opened(folder, async_scheduling="off") as llm:
+        want = llm.generate([LONG], params)[0].token_ids
+
+    async def run():
+        engine = AsyncLLM(folder, device="cpu", dtype="float32", max_num_seqs=4, async_scheduling="on")
+        inner, goes_on, tokens, left = engine.llm.engine, threading.Event(), [], [5]
+        start_read = inner.runner.backend.start_read
+
+        def hanging(tensors):
+            wait = start_read(tensors)
+            left[0] -= 1
+            return (lambda: (goes_on.wait(60), wait())[1]) if not left[0] else wait
+
+        inner.runner.backend.start_read = hanging
+
+        async def read():
+            async for piece in engine.generate(LONG, params):
+                tokens.extend(piece.token_ids)
+
+        reading = asyncio.create_task(read())
+        while (await engine.health()).quiet_s < 0.05 or left[0] > 0:
+            await asyncio.sleep(0.01)
+        health = await engine.health()
+        assert health.alive and health.busy and not health.is_ready(stuck_s=0.01) and tokens == want[:4]
+        goes_on.set()
+        await asyncio.gather(engine.shutdown(60), reading)
+        assert tokens == want and inner.allocator.used == 0 and not inner.busy
+
+    asyncio.run(run())

@@ -64,6 +64,14 @@ def test_same_answers(opened, method, drafts):
     assert on.engine.speculator.captured_steps.replayed > 20
 
 
+def test_captured_steps_without_drafts(opened):
+    """A replay overwrites what the step before left in the capture's tensors, whose results are read later."""
+    ways = [SamplingParams(max_tokens=n, temperature=t, seed=n) for n, t in ((20, 0), (7, 0.8), (33, 0), (26, 1.0))]
+    off, on = (opened(setting, speculative_config=None) for setting in ("off", "on"))
+    assert answers(on, ways) == answers(off, ways)
+    assert on.engine.metrics.counters["overlapped_steps_total"] > 25 and on.runner.decode.replayed > 20
+
+
 def random_params(draw):
     temperature = draw.choice([0, 0, 0.8])
     more = draw.choice([{}, {}, {"logprobs": 1}, {"repetition_penalty": 1.2}, {"min_tokens": 4}, {"top_k": 5}])

@@ -13,7 +13,7 @@ from inferplane.engine.request.state import Request
 def accept_tokens(request: Request, chosen: ChosenTokens, metrics: Metrics) -> FinishReason | None:
     """Append a sequence's new tokens up to its end; returns why it ends, None while it goes on."""
     now = time.monotonic()
-    if request.pending:
+    if request.pending and chosen.tokens:
         request.pending -= 1
     for i, token in enumerate(chosen.tokens):
         request.generated.append(token)

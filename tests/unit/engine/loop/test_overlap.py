@@ -14,6 +14,7 @@ from inferplane.engine.loop.why_waited import (
     why_not_overlapped,
 )
 from inferplane.engine.request.params import SamplingParams
+from inferplane.engine.schedule.insertion import Insertion
 from inferplane.errors import EngineError, InferplaneWarning
 from inferplane.kvcache import block_hashes
 from inferplane.types import HOST
@@ -546,6 +547,56 @@ def test_drafts_wait_and_stay_what_they_are():
     each = [e.add(p, greedy(10)) for p in some(3, 5)]
     e.finish()
     assert all(map(right, each)) and e.stats()["spec_decode_num_accepted_tokens_total"] > 0
+
+
+# ------------------------------------------------------------------ how long a step took
+
+
+class Seconds:
+    """Time passes while the device computes a step, and where the test lets it."""
+
+    def __init__(self, engine, monkeypatch):
+        self.now = self.ready_at = 0.0
+        monkeypatch.setattr("inferplane.engine.loop.overlap.time", self)
+        run, read = engine.runner.run, engine.runner.start_read
+
+        def launch(batch):
+            self.now += 0.001
+            self.ready_at = max(self.ready_at, self.now) + 0.01 * len(batch.ids)
+            return run(batch)
+
+        def start_read(tensors):
+            wait, ready_at = read(tensors), self.ready_at
+
+            def over():
+                self.now = max(self.now, ready_at)
+                return wait()
+
+            return over
+
+        engine.runner.run, engine.runner.start_read = launch, start_read
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.mark.parametrize("outside", [0.0, 0.004, 3.0])
+def test_the_time_of_a_step_is_the_devices(outside, monkeypatch):
+    """Also where two are in flight, and the host does something else between two calls: not the time of a call."""
+    e = overlapped(64, max_num_batched_tokens=16, insertion=Insertion(max_inter_token_ms=1000))
+    device, seen, observe = Seconds(e, monkeypatch), [], e.scheduler.times.observe
+    e.scheduler.times.observe = lambda work, seconds: (seen.append((work, seconds)), observe(work, seconds))
+    first = e.add([1, 2, 3], greedy(12))
+    e.step()
+    second = e.add(some(1, 30)[0], greedy(4))
+    while e.busy:
+        device.now += outside
+        e.step()
+    assert right(first) and right(second) and any(work.prompt_tokens > 10 for work, _ in seen)
+    for work, seconds in seen[1:]:
+        rows = work.decode_rows + work.prompt_tokens
+        # A device that was over long ago says only that it took no longer.
+        assert seconds <= 0.01 * rows + 0.0021 and (outside == 3.0 or seconds >= 0.01 * rows - 0.0021), (work, seconds)
 
 
 # ------------------------------------------------------------------ on or off

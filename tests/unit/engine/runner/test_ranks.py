@@ -12,8 +12,8 @@ from inferplane.engine.runner.ranks import (
     decode_draft,
     decode_queries,
     encode_batch,
-    encode_queries,
     encode_draft,
+    encode_queries,
     launcher_ranks,
     num_ranks,
 )
