@@ -23,6 +23,7 @@ from inferplane.engine.sampling.sampler import NOT_FINITE
 from inferplane.engine.schedule.scheduler import ScheduledChunk, Scheduler
 from inferplane.engine.speculate.adaptive import AdaptiveLength
 from inferplane.engine.speculate.drafts_in_flight import DraftsInFlight, SequenceEnds
+from inferplane.engine.speculate.verify import needs_probabilities
 from inferplane.engine.speculate.verify_and_draft import CaptureForm, StepTensors, VerifyAndDraft
 from inferplane.types import HOST, Batch
 from inferplane.types.batch import TableRows
@@ -252,7 +253,7 @@ class CapturedSteps:
         for target, numbers_of_blocks in zip(batch.list_tables(), tables):
             target.block_tables[:, :longest].copy_(torch.from_numpy(numbers_of_blocks), non_blocking=True)
         if ends is not None:
-            ends.fill(bucket.inputs, block_tokens)
+            ends.fill(bucket.inputs, block_tokens, [self._is_adapted(s) for s in chosen])
         return kinds
 
     def _difference(self, size: Size, inputs: StepTensors, form: CaptureForm, graph: Any, used: Sequence[int]) -> str:
@@ -298,10 +299,18 @@ class CapturedSteps:
 
     def _lengths(self, s: ScheduledChunk) -> tuple[int, int]:
         """The number of drafts of a sequence if all of this step's are accepted, and if one is rejected. Behind a step
-        in flight they follow from what is known of the steps before it.
+        in flight they follow from what is known of the steps before, unless the device computes them (`_is_adapted`).
         """
+        if s.request.pending and self._is_adapted(s):
+            return self.lengths.maximum, self.lengths.maximum
         n, after = 1 if s.request.pending else len(s.drafts), self.lengths.length_after
         return after(s.request, n, n), after(s.request, n, n - 1)
+
+    def _is_adapted(self, s: ScheduledChunk) -> bool:
+        """Whether a sequence's numbers of drafts have to be exact, since they decide which tokens its seed draws."""
+        p = s.request.params
+        is_seeded = p.seed is not None and p.temperature > 0 and needs_probabilities(self.function.config)
+        return self.lengths.adaptive and is_seeded
 
     def _max_drafts(self, s: ScheduledChunk) -> int:
         """The maximum number of drafts of a sequence after the step."""

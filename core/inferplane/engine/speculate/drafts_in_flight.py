@@ -35,6 +35,7 @@ class SequenceEnds:
         first: int64 `[B]`, the position of that token.
         generated: int64 `[B]`, tokens generated.
         max_new_rows: int64 `[B]`, as in `StepTensors`.
+        lengths: int64 `[B]`, drafts that were requested of each.
     """
 
     ids: torch.Tensor
@@ -42,6 +43,7 @@ class SequenceEnds:
     first: torch.Tensor
     generated: torch.Tensor
     max_new_rows: torch.Tensor
+    lengths: torch.Tensor
 
     @classmethod
     def after(cls, inputs: StepTensors, table: torch.Tensor) -> SequenceEnds:
@@ -54,7 +56,7 @@ class SequenceEnds:
         rows = torch.where(goes_on, 1 + drafts.minimum(left).clamp(min=0), 0)
         first = inputs.batch.seq_lens - inputs.rows + count
         ids = torch.cat((last, table[:, 2 + tokens :]), 1)
-        return cls(ids, rows, first, inputs.generated + count, left)
+        return cls(ids, rows, first, inputs.generated + count, left, drafts)
 
     def select(self, places: Sequence[int]) -> SequenceEnds:
         """The ends of the sequences at these places, in their order."""
@@ -63,8 +65,15 @@ class SequenceEnds:
         at = torch.tensor(places).to(self.rows.device, non_blocking=True)
         return SequenceEnds(*(getattr(self, name).index_select(0, at) for name in self.__dataclass_fields__))
 
-    def fill(self, inputs: StepTensors, block_tokens: int) -> None:
-        """Put the next step's rows of these sequences, the first ones, into inputs that have all else, in place."""
+    def fill(self, inputs: StepTensors, block_tokens: int, adapted: Sequence[bool]) -> None:
+        """Put the next step's rows of these sequences, the first ones, into inputs that have all else, in place.
+
+        Args:
+            inputs: see above.
+            block_tokens: tokens per block.
+            adapted: whose numbers of drafts follow from this step's; else they are in the inputs already. The inputs
+                have the most drafts of the former.
+        """
         batch, count = inputs.batch, self.rows.shape[0]
         tokens = batch.max_query_tokens
         nth = torch.arange(tokens, device=self.rows.device)[None] - (tokens - self.rows)[:, None]
@@ -82,6 +91,13 @@ class SequenceEnds:
         inputs.rows[:count] = self.rows
         inputs.generated[:count] = self.generated
         inputs.max_new_rows[:count] = self.max_new_rows.clamp(min=0)
+        if any(adapted):
+            these = torch.tensor(adapted).to(self.rows.device, non_blocking=True)
+            had, most = self.rows > 1, inputs.drafts_if_accepted[:count]
+            more, fewer = self.lengths + 2, (self.lengths - 1).clamp(min=1)  # as `AdaptiveLength`
+            for target, change in ((inputs.drafts_if_rejected, fewer), (inputs.drafts_if_accepted, more)):
+                found = torch.where(had, change, self.lengths).minimum(most)
+                target[:count] = torch.where(these, found, target[:count])
 
 
 @dataclass(frozen=True)
