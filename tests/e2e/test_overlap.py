@@ -77,7 +77,7 @@ def test_streams_and_everything_together(pair):
     next(stream)
     assert on.engine.overlap.steps
     stream.close()
-    assert not on.engine.busy and on.engine.allocator.used == 0, "its blocks are free without a further call"
+    assert not on.engine.busy and on.engine.pools.used == 0, "its blocks are free without a further call"
     assert [r.token_ids for r in on.generate(prompts, each)] == want
     assert not on.engine.busy and on.engine.pools.used == 0
 
@@ -171,6 +171,6 @@ def test_a_step_that_hangs_on_the_device_is_noticed_and_a_drain_waits_for_it(fol
         assert health.alive and health.busy and not health.is_ready(stuck_s=0.01) and tokens == want[:4]
         goes_on.set()
         await asyncio.gather(engine.shutdown(60), reading)
-        assert tokens == want and inner.allocator.used == 0 and not inner.busy
+        assert tokens == want and inner.pools.used == 0 and not inner.busy
 
     asyncio.run(run())

@@ -33,8 +33,8 @@ def opened(monkeypatch):
 
     yield open_one
     for llm in made:
-        assert not llm.engine.busy and llm.engine.allocator.used == 0
-        llm.engine.allocator.check()
+        assert not llm.engine.busy and llm.engine.pools.used == 0
+        llm.engine.pools.check()
         llm.close()
 
 
@@ -122,11 +122,11 @@ def test_random_histories(opened, blocks):
             faults.append(draw.choice([KeyboardInterrupt(), RuntimeError("not read")]))
         with suppress(KeyboardInterrupt):
             engine.step()
-        engine.allocator.check()
+        engine.pools.check()
     faults.clear()
     while engine.busy:
         engine.step()
-    assert engine.metrics.counters["overlapped_steps_total"] > 40 and engine.allocator.used == 0
+    assert engine.metrics.counters["overlapped_steps_total"] > 40 and engine.pools.used == 0
     assert engine.stats()["spec_decode_num_accepted_tokens_total"] > 40 and len(each) > 12
     for request, prompt, params in each:
         key = (*prompt, params)

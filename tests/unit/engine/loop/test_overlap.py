@@ -474,7 +474,7 @@ def test_what_happens_before_a_late_choice(what, monkeypatch):
         e.overlap.steps[0].later = e.overlap.steps[0].read = None
         e.close() if what == "close" else [e.end(each, "abort") for each in (r, other)]
         e.settle()
-        assert not e.busy and e.allocator.used == 0
+        assert not e.busy and e.pools.used == 0
         return
     e.check_books()
     e.finish()
@@ -493,7 +493,7 @@ def test_a_constraint_that_fails_late_ends_alone():
     r, other = e.add([1, 2, 3], params, constraint=Complex()), e.add([7, 8], params)
     e.finish()
     assert (r.finish_reason, r.error, r.generated) == ("error", "ValueError: too complex", [4, 5, 6])
-    assert right(other) and other.finish_reason == "length" and e.allocator.used == 0
+    assert right(other) and other.finish_reason == "length" and e.pools.used == 0
 
 
 # ------------------------------------------------------------------ drafts
