@@ -152,9 +152,6 @@ class FakeRunner:
         at = range(len(states)) if batch.logit_rows is None else batch.logit_rows.tolist()
         return logits_after([states[i] for i in at]), torch.tensor([[s >> 54] for s in states])
 
-    def run_behind(self, batch, queries, rows):
-        return self.run(batch)
-
     def run_layer(self, batch, window, states, e):
         """Replace each row's state by the one behind a layer, which reads and writes the entries of its table."""
         n = self.cache.block_tokens

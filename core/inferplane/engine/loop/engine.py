@@ -187,7 +187,7 @@ class Engine:
             found = self.overlap.step()
         else:
             chunks = self.schedule()
-            self.work = (count_work(chunks), len(chunks), None) if self.observes_times else None
+            self.work = (count_work(chunks), len(chunks), None) if _observes_times(self) else None
             found = self.run_chunks(chunks) if chunks else None
         if found is None:
             return touched
@@ -214,11 +214,6 @@ class Engine:
                 self.metrics.observe("request_queue_time_seconds", begun - c.request.arrived)
         self._host_s += time.monotonic() - begun
         return chunks
-
-    @property
-    def observes_times(self) -> bool:
-        """Whether anything depends on how long steps take: limits of prompts, or of drafts."""
-        return self.speculator is not None or self.scheduler.limits.insertion.max_inter_token_ms is not None
 
     def _expire(self, now: float) -> list[Request]:
         """End the requests whose deadline is over with "timeout"; returns them."""
@@ -331,18 +326,28 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counters, gauges and histograms as of now (`inferplane.engine.loop.metrics`), JSON-ready."""
-        s, a = self.scheduler, self.pools
-        return self.metrics.snapshot(
-            num_requests_running=len(s.running),
-            num_requests_waiting=len(s.waiting),
-            kv_cache_usage_perc=a.usage,
-            kv_blocks_total=a.total,
-            kv_blocks_free=a.free,
-            kv_blocks_cached=a.cached,
-            num_preemptions_total=s.preemptions,
-            prefix_cache_queries_total=s.prefix_queries_tokens,
-            prefix_cache_hits_total=s.prefix_hits_tokens,
-        )
+        return self.metrics.snapshot(**_list_gauges(self))
+
+
+def _list_gauges(engine: Engine) -> dict[str, float]:
+    """What is measured as of now, by name."""
+    s, a = engine.scheduler, engine.pools
+    return dict(
+        num_requests_running=len(s.running),
+        num_requests_waiting=len(s.waiting),
+        kv_cache_usage_perc=a.usage,
+        kv_blocks_total=a.total,
+        kv_blocks_free=a.free,
+        kv_blocks_cached=a.cached,
+        num_preemptions_total=s.preemptions,
+        prefix_cache_queries_total=s.prefix_queries_tokens,
+        prefix_cache_hits_total=s.prefix_hits_tokens,
+    )
+
+
+def _observes_times(engine: Engine) -> bool:
+    """Whether anything depends on how long steps take: limits of prompts, or of drafts."""
+    return engine.speculator is not None or engine.scheduler.limits.insertion.max_inter_token_ms is not None
 
 
 def _check_params(engine: Engine, params: SamplingParams) -> None:

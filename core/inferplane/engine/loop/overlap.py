@@ -29,7 +29,7 @@ from inferplane.engine.loop.metrics import Metrics
 from inferplane.engine.loop.step_in_flight import StepInFlight
 from inferplane.engine.request.results import FinishReason
 from inferplane.engine.request.state import Request
-from inferplane.engine.runner.model_runner import Runner
+from inferplane.engine.runner.model_runner import Runner, run_behind
 from inferplane.engine.sampling.batch_rows import to_device
 from inferplane.engine.sampling.sampler import Sampler
 from inferplane.engine.schedule.insertion import StepWork
@@ -141,7 +141,7 @@ class Overlap:
         batch = make_batch(queries, block_tokens=loop.cache.block_tokens, device=loop.device, non_blocking=True)
         with torch.inference_mode():
             unknown = self._fill_ids(batch, chunks) if self.steps else []
-            output = loop.runner.run_behind(batch, queries, unknown)
+            output = run_behind(loop.runner, batch, queries, unknown)
             argmax = output.argmax if isinstance(output, ModelOutput) else None
             choice = prepare_choice(chunks, queries, output[0], argmax)
         self._add(self._describe(chunks, launched, choice=choice, hidden=output[1]), not choice.needs_newest)

@@ -286,20 +286,6 @@ class Runner(PlannedModel):
         with self.ranks.step(batch, self.cache.block_tokens):
             return step(batch)
 
-    def run_behind(
-        self, batch: Batch, queries: Sequence[Query], rows: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run one step like `run`, behind a step that is in flight; with several ranks, without waiting for that.
-
-        Args:
-            batch: the step. queries: those that it was made from.
-            rows: token rows of it whose ids the host does not know yet.
-        """
-        if self.ranks is None:
-            return self.run(batch)
-        with self.ranks.step_behind(batch, queries, rows):
-            return (self.run_eagerly if self.decode is None else self.decode)(batch)
-
     def run_eagerly(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Run one step like `run`, but always eagerly, without a capture, and without other ranks."""
         return cast(tuple[torch.Tensor, torch.Tensor], self.steps[batch.kind](batch, self.cache))
@@ -351,6 +337,21 @@ class Runner(PlannedModel):
         assert self.cache is not None
         number = len(self.model.layers) + index
         return self.cache.by_layer[number].cache if self.cache.by_layer else self.cache.layers[number]
+
+
+def run_behind(
+    runner: Runner, batch: Batch, queries: Sequence[Query], rows: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run one step like `Runner.run`, behind a step that is in flight; with several ranks, without waiting for that.
+
+    Args:
+        runner: the model. batch: the step. queries: those that it was made from.
+        rows: token rows of it whose ids the host does not know yet.
+    """
+    if runner.ranks is None:
+        return runner.run(batch)
+    with runner.ranks.step_behind(batch, queries, rows):
+        return (runner.run_eagerly if runner.decode is None else runner.decode)(batch)
 
 
 def check_before_download(

@@ -22,7 +22,7 @@ from inferplane.engine.sampling.batch_rows import GREEDY, sampling_kind
 from inferplane.engine.sampling.sampler import NOT_FINITE
 from inferplane.engine.schedule.scheduler import ScheduledChunk, Scheduler
 from inferplane.engine.speculate.adaptive import AdaptiveLength
-from inferplane.engine.speculate.drafts_in_flight import DraftsInFlight, SequenceEnds
+from inferplane.engine.speculate.drafts_in_flight import DraftsInFlight, NextRows
 from inferplane.engine.speculate.verify import needs_probabilities
 from inferplane.engine.speculate.verify_and_draft import CaptureForm, StepTensors, VerifyAndDraft
 from inferplane.types import HOST, Batch
@@ -136,7 +136,7 @@ class CapturedSteps:
             chosen: its sequences; behind a step that is in flight, each of them is in that one, too.
             before: the step in flight; None: there is none.
         """
-        most = max(s.rows for s in chosen) if before is None else before.ends.ids.shape[1]
+        most = max(s.rows for s in chosen) if before is None else before.next_rows.ids.shape[1]
         size = self.sizes.smallest_for(len(chosen), most)
         if (
             size is None
@@ -158,7 +158,7 @@ class CapturedSteps:
         if not self.scheduler.extend_all(bounds):
             return None
         with torch.inference_mode():
-            table = self._launch(size, chosen, None if before is None else before.ends.select(places))
+            table = self._launch(size, chosen, None if before is None else before.next_rows.select(places))
             if table is None:
                 return None
             self.replayed += 1
@@ -170,21 +170,21 @@ class CapturedSteps:
         return None if table is None else table[: len(chosen)].to(HOST).tolist()
 
     def _launch(
-        self, size: Size, chosen: Sequence[ScheduledChunk], ends: SequenceEnds | None = None
+        self, size: Size, chosen: Sequence[ScheduledChunk], next_rows: NextRows | None = None
     ) -> torch.Tensor | None:
         """The step's table on the device, which the next step of this size overwrites; None if the step cannot be
-        captured. `ends`: where its sequences stand, if the host does not know.
+        captured. `next_rows`: where its sequences stand, if the host does not know.
         """
         bucket = self.buckets.get(size)
         if bucket is None:
             device, block_tokens = self.backend.torch_device_indexed, self.function.block_tokens
             bucket = self.buckets[size] = InputBucket.of(size, self.width, block_tokens, device, self.num_tables)
-        kinds = self._fill(bucket, size, chosen, ends)
+        kinds = self._fill(bucket, size, chosen, next_rows)
         form = CaptureForm(max(1, *(self._max_drafts(s) for s in chosen)), kinds)
         graph = bucket.graphs.get(form)
         if graph is None and (size, form) not in self.wrong:
             graph = self._capture(size, form, bucket, chosen)
-            self._fill(bucket, size, chosen, ends)
+            self._fill(bucket, size, chosen, next_rows)
         if graph is None:
             return None
         (table,) = graph.replay()
@@ -211,10 +211,10 @@ class CapturedSteps:
         return graph
 
     def _fill(
-        self, bucket: InputBucket, size: Size, chosen: Sequence[ScheduledChunk], ends: SequenceEnds | None
+        self, bucket: InputBucket, size: Size, chosen: Sequence[ScheduledChunk], next_rows: NextRows | None
     ) -> tuple[int, ...]:
         """Copy a step into a bucket's tensors and pad the rest; returns the distinct sampling kinds of its rows,
-        rising. `ends`: see `_launch`.
+        rising. `next_rows`: see `_launch`.
         """
         n, width, block_tokens = size.sequences, size.tokens, self.function.block_tokens
         rows = np.zeros((2 + self.num_tables, n * width), np.int64)
@@ -252,8 +252,8 @@ class CapturedSteps:
         batch.seq_lens.copy_(torch.from_numpy(lens), non_blocking=True)
         for target, numbers_of_blocks in zip(batch.list_tables(), tables):
             target.block_tables[:, :longest].copy_(torch.from_numpy(numbers_of_blocks), non_blocking=True)
-        if ends is not None:
-            ends.fill(bucket.inputs, block_tokens, [self._is_adapted(s) for s in chosen])
+        if next_rows is not None:
+            next_rows.fill(bucket.inputs, block_tokens, [self._is_adapted(s) for s in chosen])
         return kinds
 
     def _difference(self, size: Size, inputs: StepTensors, form: CaptureForm, graph: Any, used: Sequence[int]) -> str:

@@ -26,7 +26,7 @@ class DraftedTokens(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SequenceEnds:
+class NextRows:
     """Where B sequences stand after a step, on the device.
 
     Args:
@@ -46,8 +46,8 @@ class SequenceEnds:
     lengths: torch.Tensor
 
     @classmethod
-    def after(cls, inputs: StepTensors, table: torch.Tensor) -> SequenceEnds:
-        """The ends after a step with these inputs, whose result is the table (`VerifyAndDraft`)."""
+    def after(cls, inputs: StepTensors, table: torch.Tensor) -> NextRows:
+        """The rows behind a step with these inputs, whose result is the table (`VerifyAndDraft`)."""
         tokens, count = inputs.batch.max_query_tokens, table[:, 0]
         last = table[:, 2 : 2 + tokens].gather(1, (count - 1).clamp(min=0)[:, None])
         left = inputs.max_new_rows - count
@@ -58,12 +58,12 @@ class SequenceEnds:
         ids = torch.cat((last, table[:, 2 + tokens :]), 1)
         return cls(ids, rows, first, inputs.generated + count, left, drafts)
 
-    def select(self, places: Sequence[int]) -> SequenceEnds:
-        """The ends of the sequences at these places, in their order."""
+    def select(self, places: Sequence[int]) -> NextRows:
+        """The rows of the sequences at these places, in their order."""
         if list(places) == list(range(self.rows.shape[0])):
             return self
         at = torch.tensor(places).to(self.rows.device, non_blocking=True)
-        return SequenceEnds(*(getattr(self, name).index_select(0, at) for name in self.__dataclass_fields__))
+        return NextRows(*(getattr(self, name).index_select(0, at) for name in self.__dataclass_fields__))
 
     def fill(self, inputs: StepTensors, block_tokens: int, adapted: Sequence[bool]) -> None:
         """Put the next step's rows of these sequences, the first ones, into inputs that have all else, in place.
@@ -108,23 +108,23 @@ class DraftsInFlight:
         requests: its sequences.
         table: int64 `[B, 2 + T + D]`, its result.
         rows: int64 `[B]`, its rows.
-        ends: where its sequences stand after it.
+        next_rows: where its sequences stand after it.
         most_rows: T.
     """
 
     requests: list[Request]
     table: torch.Tensor
     rows: torch.Tensor
-    ends: SequenceEnds
+    next_rows: NextRows
     most_rows: int
 
     @classmethod
     def of(cls, requests: list[Request], inputs: StepTensors, table: torch.Tensor) -> DraftsInFlight:
         """The step with these inputs, whose result is the table; both may be overwritten afterwards."""
-        ends, count = SequenceEnds.after(inputs, table), len(requests)
-        parts = (getattr(ends, name)[:count] for name in ends.__dataclass_fields__)
+        after, count = NextRows.after(inputs, table), len(requests)
+        parts = (getattr(after, name)[:count] for name in after.__dataclass_fields__)
         rows, most_rows = inputs.rows[:count].clone(), inputs.batch.max_query_tokens
-        return cls(requests, table[:count].clone(), rows, SequenceEnds(*parts), most_rows)
+        return cls(requests, table[:count].clone(), rows, NextRows(*parts), most_rows)
 
     def on_host(self, copies: Sequence[torch.Tensor]) -> list[DraftedTokens]:
         """What each sequence gets, from the host's copies of `table` and `rows`.
