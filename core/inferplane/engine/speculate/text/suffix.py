@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from inferplane.engine.request.state import Request
+from inferplane.engine.schedule.scheduler import ScheduledChunk
 from inferplane.engine.speculate.proposer import Proposer, ProposerContext, VerifiedChunk
 from inferplane.engine.speculate.text.suffix_index import NO_DRAFTS_FOUND, SuffixIndex
 
@@ -81,6 +82,10 @@ class SuffixProposer(Proposer):
             self.max_depth, config.suffix_decoding_max_cached_requests, config.suffix_decoding_max_cached_tokens
         )
         self.own: dict[int | str, SuffixIndex] = {}
+
+    def needs_step(self, chunks: Sequence[ScheduledChunk], max_drafts: Sequence[int]) -> bool:
+        """See `Proposer.needs_step`: it reads tokens alone."""
+        return False
 
     def propose(
         self, chunks: Sequence[VerifiedChunk], max_drafts: Sequence[int], hidden: torch.Tensor
