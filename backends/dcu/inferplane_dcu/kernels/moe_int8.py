@@ -107,7 +107,9 @@ def moe_experts_w8a8(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: tor
     found = calls.configurations(view, x, k)
     if found is None:
         plain = (_PlainExperts(stack, x.dtype) for stack in (view.gate_up, view.down))
-        return by_expert(SimpleNamespace(**dict(zip(("gate_up", "down"), plain)), act=""), x, weights, ids.long())
+        return by_expert(
+            SimpleNamespace(**dict(zip(("gate_up", "down"), plain)), act="", limit=None), x, weights, ids.long()
+        )
     first, second = found
     experts, both, width = view.gate_up.shape
     aligned = align_pairs(ids, experts, first["BLOCK_SIZE_M"])
