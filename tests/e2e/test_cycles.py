@@ -13,7 +13,7 @@ import torch
 
 from inferplane import LLM, SamplingParams
 from inferplane.engine.runner.capture_check import CaptureChecker
-from inferplane.engine.speculate.captured_steps import CapturedSteps
+from inferplane.engine.speculate.captured.captured_steps import CapturedSteps
 from inferplane.types import Backend
 from inferplane_cpu.backend import CpuBackend
 from tests.e2e.drafters import eagle_head, with_mtp

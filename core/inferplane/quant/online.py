@@ -92,11 +92,9 @@ HEADS = {"int8": INT8, "int4": INT4, "none": ()}
 HEAD = "lm_head.weight"
 EXPERTS = ("*.experts.*_proj.weight", "*.experts.*.w[123].weight")
 DENSE = (
-    "*_proj.weight",
-    "*_proj_with_mqa.weight",
-    "*.in_proj_qkv.weight",
+    *("*_proj.weight", "*_proj_with_mqa.weight"),
+    "*.in_proj_qkv*.weight",
     "*.in_proj_z.weight",
-    "*.in_proj_qkvz.weight",
     "*.feed_forward.w[123].weight",
     "*.mlp.c_fc.weight",
     "*.indexer.wq_b.weight",

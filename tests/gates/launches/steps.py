@@ -23,8 +23,8 @@ from inferplane.engine.runner.capture import Size, padding_batch
 from inferplane.engine.sampling import batch_rows as rows
 from inferplane.engine.sampling.sampler import Sampler
 from inferplane.engine.speculate import SpeculativeConfig
-from inferplane.engine.speculate.captured_steps import InputBucket
-from inferplane.engine.speculate.verify_and_draft import CaptureForm, VerifyAndDraft
+from inferplane.engine.speculate.captured.captured_steps import InputBucket
+from inferplane.engine.speculate.captured.verify_and_draft import CaptureForm, VerifyAndDraft
 from inferplane.ops.formats import FORMATS
 from inferplane.plugins import host
 from inferplane.types import PLAIN, KVCache, QTensor, Weight

@@ -15,7 +15,7 @@ from inferplane.engine.schedule.in_flight import Held
 from inferplane.engine.schedule.insertion import StepWork
 from inferplane.engine.schedule.scheduler import ScheduledChunk
 from inferplane.engine.speculate import VerifiedChunk
-from inferplane.engine.speculate.drafts_in_flight import DraftedTokens, DraftsInFlight
+from inferplane.engine.speculate.captured.drafts_in_flight import DraftedTokens, DraftsInFlight
 from inferplane.types import Backend
 
 

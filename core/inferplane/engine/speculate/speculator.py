@@ -14,15 +14,15 @@ from inferplane.engine.runner.model_runner import Runner
 from inferplane.engine.sampling.sampler import Sampler
 from inferplane.engine.schedule.scheduler import ScheduledChunk, Scheduler
 from inferplane.engine.speculate.adaptive import AdaptiveLength
-from inferplane.engine.speculate.captured_steps import CapturedSteps, DraftedStep
+from inferplane.engine.speculate.captured.captured_steps import CapturedSteps, DraftedStep
+from inferplane.engine.speculate.captured.drafts_in_flight import DraftsInFlight
+from inferplane.engine.speculate.captured.verify_and_draft import VerifyAndDraft
 from inferplane.engine.speculate.config import SpeculativeConfig
 from inferplane.engine.speculate.control import DraftControl
-from inferplane.engine.speculate.drafts_in_flight import DraftsInFlight
 from inferplane.engine.speculate.network import DraftLayerProposer, DraftModelProposer
 from inferplane.engine.speculate.proposer import Proposer, ProposerContext, VerifiedChunk
 from inferplane.engine.speculate.registered import make_registered
 from inferplane.engine.speculate.verify import needs_probabilities
-from inferplane.engine.speculate.verify_and_draft import VerifyAndDraft
 from inferplane.errors import UsageError
 
 

@@ -11,9 +11,9 @@ from inferplane.engine.sampling import rng
 from inferplane.engine.sampling.batch_rows import FULL, GREEDY, PLAIN, SHORT, BatchRow, sampling_kind
 from inferplane.engine.sampling.sampler import Sampler
 from inferplane.engine.speculate import SpeculativeConfig, needs_probabilities, verify
-from inferplane.engine.speculate import verify_and_draft as cycle
+from inferplane.engine.speculate.captured import verify_and_draft as cycle
+from inferplane.engine.speculate.captured.verify_and_draft import CaptureForm, StepTensors, VerifyAndDraft
 from inferplane.engine.speculate.network import draft_tokens
-from inferplane.engine.speculate.verify_and_draft import CaptureForm, StepTensors, VerifyAndDraft
 from inferplane.ops import SampleTokens
 from inferplane.types import Batch
 from inferplane.types.batch import Query, make_batch

@@ -14,7 +14,7 @@ import torch
 
 from inferplane.engine.request.state import Request
 from inferplane.engine.sampling.sampler import NOT_FINITE
-from inferplane.engine.speculate.verify_and_draft import StepTensors
+from inferplane.engine.speculate.captured.verify_and_draft import StepTensors
 
 
 class DraftedTokens(NamedTuple):

@@ -22,9 +22,9 @@ from inferplane.engine.sampling.batch_rows import GREEDY, sampling_kind
 from inferplane.engine.sampling.sampler import NOT_FINITE
 from inferplane.engine.schedule.scheduler import ScheduledChunk, Scheduler
 from inferplane.engine.speculate.adaptive import AdaptiveLength
-from inferplane.engine.speculate.drafts_in_flight import DraftsInFlight, NextRows
+from inferplane.engine.speculate.captured.drafts_in_flight import DraftsInFlight, NextRows
+from inferplane.engine.speculate.captured.verify_and_draft import CaptureForm, StepTensors, VerifyAndDraft
 from inferplane.engine.speculate.verify import needs_probabilities
-from inferplane.engine.speculate.verify_and_draft import CaptureForm, StepTensors, VerifyAndDraft
 from inferplane.types import HOST, Batch
 from inferplane.types.batch import TableRows
 

@@ -1,0 +1,1 @@
+"""Steps that are captured together with the drafting behind them."""
