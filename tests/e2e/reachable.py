@@ -39,7 +39,7 @@ REQUESTS: dict[str, tuple[ActivationQuant, ...]] = {
     "mxfp4": (MXFP4_GROUPS,),
 }
 """Quantizations of activations that checkpoints and schemes request, by the weights' format."""
-QUANTIZED = ("llama", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma3", "qwen3_5", "mixtral")
+QUANTIZED = ("llama", "qwen3_moe", "deepseek_v3", "deepseek_v32", "gpt_oss", "gemma3", "qwen3_5", "mixtral")
 """Families that are tried in every weight format."""
 PUBLISHED: tuple[dict[str, Any], ...] = (
     {**LLAMA, "tie_word_embeddings": True},

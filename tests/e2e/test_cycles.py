@@ -173,9 +173,9 @@ def test_drafts_are_written_to_blocks_of_their_own_sequence(opened, folders, pol
     captured, n, own, seen = llm.engine.speculator.captured_steps, llm.runner.cache.block_tokens, [], []
     fill, layer = captured._fill, captured.function.layer
 
-    def filled(bucket, size, chosen):
+    def filled(bucket, size, chosen, next_rows):
         own[:] = [list(s.request.blocks) for s in chosen]
-        return fill(bucket, size, chosen)
+        return fill(bucket, size, chosen, next_rows)
 
     def written(batch, hidden):
         for row, (slot, position) in enumerate(zip(batch.slots.tolist(), batch.positions.tolist())):
@@ -250,8 +250,8 @@ def test_a_failed_capture_costs_the_graph_and_nothing_else(opened, folders, monk
     params = SamplingParams(max_tokens=20, **GREEDY)
     tokens = [r.token_ids for r in want.generate(prompts(160, (12, 15)), params)]
 
-    def fill(self, bucket, size, chosen):
-        kinds = plain(self, bucket, size, chosen)
+    def fill(self, bucket, size, chosen, next_rows):
+        kinds = plain(self, bucket, size, chosen, next_rows)
         monkeypatch.setattr(CpuBackend, "capture", lambda self, step, bucket: torch.zeros(2)[5])
         return kinds
 
@@ -271,14 +271,14 @@ def test_a_broken_step_ends_the_request_it_is_in(opened, folders):
     captured = llm.engine.speculator.captured_steps
     plain, poisoned = captured._fill, []
 
-    def fill(bucket, size, chosen):
+    def fill(bucket, size, chosen, next_rows):
         for s in chosen:
             if s.request.prompt == asked[1] and len(s.request.generated) > 8 and not poisoned:
                 poisoned.append(s.request)
                 block = s.request.blocks[0] * llm.runner.cache.block_tokens
                 for entries in llm.runner.cache.layers[0].entries:
                     entries[block] = torch.nan
-        return plain(bucket, size, chosen)
+        return plain(bucket, size, chosen, next_rows)
 
     captured._fill = fill
     llm.engine.pools.clear()

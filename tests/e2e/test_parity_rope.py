@@ -23,6 +23,7 @@ from tests.e2e.test_text_parts import WHOLES
 from tests.e2e.tiny_models import CASES, config_of, greedy_tokens, logits_of, prompts, random_model
 from tests.families.cases import CASES as NEWER
 from tests.families.cases import config_of as newer_config
+from tests.families.wholes import WHOLES as FORMS_OF_THEIR_OWN
 
 CONTEXT = 40
 """Tokens before scaling, of prompts that are shorter, just as long, one longer, and much longer."""
@@ -74,7 +75,8 @@ def test_the_table_is_complete():
     names = {type(config_for(family, "default", k)).__name__ for family in FORMS for k in (0, 1)}
     newer = {type(newer_config(family, next(iter(cases)))).__name__ for family, cases in NEWER.items()}
     models = {name.removesuffix("Config").removesuffix("Text") for name in names | newer}
-    text_parts = {f"{name}ForConditionalGeneration" for name in WHOLES} & ARCHITECTURES.keys()
+    wholes = {cases[0].removesuffix("Config") for cases in FORMS_OF_THEIR_OWN.values()}  # tests/families/test_wholes.py
+    text_parts = {f"{name}ForConditionalGeneration" for name in (*WHOLES, *wholes)} & ARCHITECTURES.keys()
     assert {f"{name}ForCausalLM" for name in models} | text_parts == set(ARCHITECTURES)
     different = {(f, kind, config_for(f, kind, k).to_json_string()) for f, kind, k in TABLE}
     counts = Counter((f, kind) for f, kind, _ in different)

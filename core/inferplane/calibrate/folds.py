@@ -85,6 +85,8 @@ def find_folds(layer: Op | PredictionLayer, readers: Mapping[Op, Sequence[Produc
 def _of_gate(op: Op) -> Iterator[Fold]:
     """The product of gate and up: the rows of up are its factor."""
     up, down = op.gate_up, op.down  # type: ignore[attr-defined]
+    if getattr(op.act, "limit", None) is not None:  # type: ignore[attr-defined]
+        return  # which cuts the rows of up, whatever they are multiplied by
     inner = down.weight.shape[-1]
     rows = [FoldedRows(up.weight, inner)] + ([] if up.bias is None else [FoldedRows(up.bias, inner)])
     yield Fold((ProductKey(id(down.weight)),), inner, tuple(rows))
@@ -96,20 +98,20 @@ def _of_experts(op: Op) -> Iterator[Fold]:
     up, down = getattr(experts, "gate_up", None), getattr(experts, "down", None)
     if not (isinstance(up, Weight) and isinstance(down, Weight)):
         return
-    if not set(experts.fields()) <= EXPERT_FIELDS or experts.act:
+    if not set(experts.fields()) <= EXPERT_FIELDS or experts.act or experts.limit is not None:
         return
     inner = down.shape[-1]
     for e in range(down.shape[0]):
         yield Fold((ProductKey(id(down), e),), inner, (FoldedRows(up, inner, e),))
 
 
-EXPERT_FIELDS = {"gate_up", "down", "partial", "act"}
+EXPERT_FIELDS = {"gate_up", "down", "partial", "act", "limit"}
 """Fields of experts whose meaning is known here; others, such as biases and clamps, may not allow a fold."""
 
 
 def _of_values(op: Op) -> Iterator[Fold]:
     """Values, which attention only adds up."""
-    (heads, groups), dim, qkv = op.heads, op.head_dim, op.qkv  # type: ignore[attr-defined]
+    (heads, groups), dim, qkv = op.heads, op.v_dim or op.head_dim, op.qkv  # type: ignore[attr-defined]
     first = qkv.weight.shape[0] - groups * dim
     rows = [FoldedRows(qkv.weight, first)] + ([] if qkv.bias is None else [FoldedRows(qkv.bias, first)])
     key = ProductKey(id(op.o.weight))  # type: ignore[attr-defined]

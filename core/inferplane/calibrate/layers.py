@@ -37,7 +37,8 @@ STATES = StateSlots(1, 2)
 
 class Hidden(NamedTuple):
     """What a layer reads and returns: x and residual, whose sum is the hidden state, `[T, D]` each; no residual before
-    the first layer. With sparse attention also the positions that a layer chose (`Selection`)."""
+    the first layer. Between the halves of a layer with a shortcut the residual is `[T, 2 D]`, two parts of that sum.
+    With sparse attention also the positions that a layer chose (`Selection`)."""
 
     x: torch.Tensor
     residual: torch.Tensor | None = None
@@ -45,7 +46,9 @@ class Hidden(NamedTuple):
 
     def total(self) -> torch.Tensor:
         """The hidden state, `[T, D]`."""
-        return self.x if self.residual is None else self.x + self.residual
+        if self.residual is None:
+            return self.x
+        return self.x + self.residual.unflatten(-1, (-1, self.x.shape[-1])).sum(-2)
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,10 @@ class _RotatingModel:
 
     def _rotate_state(self, hidden: Hidden) -> Hidden:
         """The hidden state as the rotated layers see it."""
-        residual = None if hidden.residual is None else self.rotation.columns(hidden.residual)
+        residual = hidden.residual
+        if residual is not None:
+            parts = residual.unflatten(-1, (-1, hidden.x.shape[-1]))
+            residual = self.rotation.columns(parts).flatten(-2)
         return Hidden(self.rotation.columns(hidden.x), residual, hidden.positions)
 
     def _rotate_layer(self, where: str, layer: Op, after: Op, hidden: Hidden) -> Hidden:
@@ -269,7 +272,7 @@ def _changes_of_values(
     for _, op in layer.sites():
         if not op.has_grouped_queries:
             continue
-        qkv, out, dim = op.qkv, op.o, op.head_dim  # type: ignore[attr-defined]
+        qkv, out, dim = op.qkv, op.o, op.v_dim or op.head_dim  # type: ignore[attr-defined]
         parts = [weight.parts for weight in (qkv.weight, qkv.bias) if weight is not None]
         if not all(len(each) == 3 and not is_stored_within(each[2], stored) for each in parts):
             continue

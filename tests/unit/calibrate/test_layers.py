@@ -20,6 +20,12 @@ from tests.families.cases import ALL_CASES, make
 LEAST_FOLDS = 6
 """Folds that are found in each of these small models at least."""
 
+READ_OTHERWISE = {
+    "llama4": "experts read factors of their inputs",
+    "longcat_flash": "some experts return what they read",
+}
+"""Families with a norm behind which no fold is possible, and why: the calibrator tries each fold, and drops it."""
+
 
 def layered(folder) -> LayeredModel:
     files = ModelFiles(folder)
@@ -62,7 +68,7 @@ def test_layers_compute_what_transformers_does(family, tmp_path):
             if (after - before).abs().max() <= 1e-5 * before.abs().max():
                 found.append(fold)
             else:
-                assert family == "llama4"  # whose experts read factors of their inputs
+                assert family in READ_OTHERWISE
                 for i, value in held.items():
                     values[i].copy_(value)
 

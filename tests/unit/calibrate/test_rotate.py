@@ -36,6 +36,8 @@ REFUSED = {
     "layer norms": ["cohere", "cohere2", "starcoder2", "phimoe"],
     "norms behind sublayers": ["glm4", "olmo2", "olmo3", "exaone4", "gemma2", "gemma3", "flex_olmo"],
     "factors between norm and product": ["llama4", "falcon_h1"],
+    "a product within a block, as wide as the hidden state": ["kimi_linear"],
+    "experts that return what they read": ["longcat_flash"],
 }
 """Families whose first config cannot be rotated, and why."""
 
