@@ -16,6 +16,10 @@ from inferplane.types import KVRequest
 STEP_TOKENS = 2048
 """Tokens of one step for which a pool has blocks beside the windows of all sequences."""
 
+USUAL_TOKENS = 1024
+"""Tokens of the sequences that all pools hold equally many of, where the budget does not hold longer ones. Of shorter
+sequences blocks of the pools with windows run out first, of longer ones those of the others."""
+
 
 @dataclass(frozen=True)
 class PoolShape:
@@ -85,8 +89,9 @@ def divide_budget(
 def _balance(
     pools: Sequence[PoolShape], budget_bytes: int, block_tokens: int, max_tokens: int, num_sequences: int
 ) -> list[int]:
-    """The blocks of each pool: at first for one sequence, as long as the budget allows, then for as many sequences as
-    it allows, then for as long ones; at least those of one sequence with one token, whatever the budget is.
+    """The blocks of each pool: at first for one sequence, as long as the budget allows, then for as many sequences of
+    `USUAL_TOKENS` as it allows, then for as long ones; at least those of one sequence with one token, whatever the
+    budget is.
     """
 
     def held(tokens: int) -> list[int]:
@@ -103,9 +108,10 @@ def _balance(
         counts = (sequences * count + step * tables for count, tables in zip(held(tokens), windowed))
         return [max(least, count) for least, count in zip(alone, counts)]
 
-    if not fits(needed(1, 1)):
+    length = min(max_tokens, USUAL_TOKENS)
+    if not fits(needed(1, length)):
         return alone
-    sequences = _find_most(num_sequences, lambda n: fits(needed(n, 1)))
+    sequences = _find_most(num_sequences, lambda n: fits(needed(n, length)))
     return needed(sequences, _find_most(max_tokens, lambda n: fits(needed(sequences, n))))
 
 

@@ -129,7 +129,7 @@ def _source(service: Service, stats: Mapping[str, Any]) -> Iterator[Metric]:
         "max_batch_size": service.settings.max_num_seqs,
         "block_num": free,
         "max_block_num": total,
-        "available_resource": free / total if total else 0.0,
+        "available_resource": 1.0 - stats.get("kv_cache_usage_perc", 1.0),
     }
     family = Metric(SOURCE_FAMILY, "Numbers of the server under the source system's names.", "gauge")
     for name, value in values.items():

@@ -67,6 +67,8 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
         return _run(proposer_command(args))
     if args.device is None:
         raise UsageError("conform needs --device X, or --proposer NAME.", remedy="see `inferplane conform --help`")
+    if args.method_options:
+        raise UsageError("--option goes with --proposer.", remedy="name a method with --proposer, or leave it out")
     if find_spec("pytest") is None:
         raise UsageError("The conformance suite needs pytest.", remedy=install_hint("test"))
     if find_spec(SUITE) is None:

@@ -327,7 +327,7 @@ def model_info(llm: LLM) -> ModelInfo:
         width=runner.model.embed.weight.shape[1],
         max_model_len=runner.max_model_len,
         max_num_seqs=engine.scheduler.limits.max_num_seqs,
-        kv_blocks=engine.cache.blocks,
+        kv_blocks=engine.pools.total,
         block_tokens=engine.cache.block_tokens,
         end_ids=tuple(sorted(llm.end_ids())),
         speculative=engine.speculator.config.method if engine.speculator is not None else "",

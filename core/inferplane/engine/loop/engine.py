@@ -361,8 +361,8 @@ def _observe_times(engine: Engine, work: StepWork, sequences: int, made: int, se
     """Let what limits prompts and drafts know how long a step took; `made` counts tokens generated before it."""
     if engine.scheduler.limits.insertion.max_inter_token_ms is not None:
         engine.scheduler.times.observe(work, seconds)
-    if engine.speculator is not None and not work.prompt_tokens:
-        tokens = engine.metrics.counters["generation_tokens_total"] - made
+    tokens = engine.metrics.counters["generation_tokens_total"] - made
+    if engine.speculator is not None and tokens and not work.prompt_tokens:  # a surplus step gives none
         engine.speculator.observe_step(sequences, tokens, seconds)
 
 

@@ -135,7 +135,10 @@ class Estimate:
 
     def size(self, kv_bytes: int, traffic: Traffic | None = None) -> Sizing:
         """The source system's settings for a cache of `kv_bytes`."""
-        tokens = self.blocks(kv_bytes)[0] // len(self.pools[0].windows) * self.block_tokens
+        if len(self.pools) == 1:
+            tokens = self.blocks(kv_bytes)[0] // len(self.pools[0].windows) * self.block_tokens
+        else:  # as `kv_cache_tokens` counts: a block of every table for each
+            tokens = max(0, kv_bytes) // self.min_kv_bytes * self.block_tokens
         return Sizing(tokens, self.model_positions, traffic)
 
     def max_sequence_tokens(self, kv_bytes: int) -> int:

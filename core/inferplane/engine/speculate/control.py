@@ -140,7 +140,7 @@ class BatchLevel:
         best = self.comparison.find_best()
         self.pause = min(2 * self.pause, MOST_PAUSE) if best == self.level else LEAST_PAUSE
         if NEVER in self.comparison.levels:
-            self.worth = self.comparison.rate(best) / self.comparison.rate(NEVER)
+            self.worth = self.comparison.rate(best) / max(self.comparison.rate(NEVER), 1e-9)
         self.level, self.comparison, self.waited = best, None, 0
 
     def _begin(self) -> None:

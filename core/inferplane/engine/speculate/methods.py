@@ -45,7 +45,10 @@ def check_method(method: str, options: Mapping[str, Any]) -> None:
             raise UsageError(f"{name} = {value!r:.80}.", there_is="texts")
     required = [name for name, default in known.items() if default is inspect.Parameter.empty]
     if missing := [name for name in required if name not in options]:
-        raise UsageError(f"method = {method!r} lacks {missing[0]!r}.", remedy="pass it in speculative_config")
+        raise UsageError(
+            f"method = {method!r} lacks {missing[0]!r}.",
+            remedy="pass it in `speculative_config` of LLM or AsyncLLM: the command line has no option for it",
+        )
 
 
 def find_maker(method: str) -> Callable[..., Any]:

@@ -76,7 +76,8 @@ class Proposer:
         raise NotImplementedError
 
     def needs_step(self, chunks: Sequence[ScheduledChunk], max_drafts: Sequence[int]) -> bool:
-        """Whether it needs a step's hidden states, so that the next one may not be launched before it has drafted.
+        """Whether it needs a step's hidden states, so that the next one may not be launched before it has drafted. If
+        not, a step may be in flight when it drafts: `Request.tokens` then counts a token that `generated` lacks.
 
         Args:
             chunks: of a step without drafts, which has not ended.

@@ -9,6 +9,7 @@ import torch
 
 from inferplane import plugins
 from inferplane.engine.request.state import Request
+from inferplane.engine.schedule.scheduler import ScheduledChunk
 from inferplane.engine.speculate.methods import find_maker
 from inferplane.engine.speculate.proposer import Proposer, ProposerContext, VerifiedChunk
 from inferplane.errors import InferplaneError, PluginError, in_words, warn
@@ -74,6 +75,10 @@ class WatchedProposer(Proposer):
                     what = f"drafted {token!r:.40}, which is no token: there are {self.vocab}"
                     raise self._error(what, "draft ints from 0 to `context.vocab` - 1")
         return [list(drafts) for drafts in found]
+
+    def needs_step(self, chunks: Sequence[ScheduledChunk], max_drafts: Sequence[int]) -> bool:
+        """See `Proposer.needs_step`."""
+        return self.inner.needs_step(chunks, max_drafts)
 
     def complete(self, ended: Sequence[VerifiedChunk], hidden: torch.Tensor) -> None:
         """See `Proposer.complete`."""

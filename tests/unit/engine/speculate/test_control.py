@@ -219,3 +219,10 @@ def test_seconds_of_drafting_do_not_count_without_drafts():
     for _ in range(3 * SEGMENTS * (SEGMENT_STEPS + 1) + 1):
         control.observe_step(4, 4, 1.0, 0.5)
     assert control.batches[3].level == NEVER and control.batches[3].worth == 1.0
+
+
+def test_steps_without_a_token_are_no_reason_to_stop():
+    control = DraftControl(3, 0)
+    for _ in range(3 * MOST_SEGMENTS * (SEGMENT_STEPS + 1) + 1):
+        control.observe_step(1, 0, 1e-3)
+    assert control.batches[1].worth >= 0

@@ -195,3 +195,12 @@ def test_core_takes_the_same_path(host):
 
 def test_names_that_have_a_meaning():
     assert {*NETWORK_METHODS, *DRAFT_ALIASES, *NO_DRAFTS} == {*NOT_PROPOSERS}
+
+
+@pytest.mark.parametrize("needs", [True, False])
+def test_whether_it_needs_a_step_is_what_the_plugin_says(host, monkeypatch, needs):
+    import fake_drafts
+
+    monkeypatch.setattr(fake_drafts.Fixed, "needs_step", lambda self, chunks, most: needs)
+    e = engine(400, spec={"method": "fixed", "num_speculative_tokens": 3})
+    assert e.speculator.proposer.needs_step([], []) == needs

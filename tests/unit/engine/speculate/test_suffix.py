@@ -264,3 +264,22 @@ def test_a_suffix_has_no_model_and_no_weights():
         SpeculativeConfig("suffix", model="demo-draft")
     with pytest.raises(UsageError, match="'suffix', which has no weights"):
         SpeculativeConfig("suffix", draft_quantization="a8w8")
+
+
+def test_it_drafts_while_a_step_is_in_flight():
+    """Whose token `tokens` counts, though it is not known."""
+    made = request(1, some(1, 9)[0] * 4, some(1, 9)[0][:4])
+    want = drafts(proposer(), made)
+    made.pending = 1
+    assert drafts(proposer(), made) == want != []
+
+
+def test_where_drafts_decide_what_a_seed_draws_they_depend_on_the_request_alone():
+    text, seeded = list(range(14)), SamplingParams(max_tokens=100, seed=3, temperature=0.8)
+    for strategy, has_drafts in (("rejection", False), ("target_match", True)):
+        of = proposer(verify_strategy=strategy)
+        of.answers.add("", text)
+        made = Request(1, text[:9], seeded)
+        assert bool(drafts(of, made)) == has_drafts
+        made = Request(2, text[:9], SamplingParams(max_tokens=100, temperature=0.8))
+        assert drafts(of, made), "without a seed nothing is promised"

@@ -29,7 +29,7 @@ def environment(llm: LLM) -> dict[str, Any]:
         "arch": state.arch,
         "dtype": str(runner.dtype).removeprefix("torch."),
         "plan": plan_fingerprint(llm.explain()),
-        "kv_blocks": runner.cache.blocks,
+        "kv_blocks": sum(runner.cache.list_pools()),
         "block_tokens": runner.cache.block_tokens,
         "threads": torch.get_num_threads(),
         "machine": f"{platform.system()} {platform.machine()}",

@@ -11,6 +11,7 @@ from inferplane.engine.request.state import Request
 from inferplane.engine.schedule.scheduler import ScheduledChunk
 from inferplane.engine.speculate.proposer import Proposer, ProposerContext, VerifiedChunk
 from inferplane.engine.speculate.text.suffix_index import NO_DRAFTS_FOUND, SuffixIndex
+from inferplane.engine.speculate.verify import needs_probabilities
 
 MAX_NEW_TOKENS = 4096
 """Most tokens of a request that are indexed in one step; a longer prompt is indexed in several before it has drafts."""
@@ -81,6 +82,7 @@ class SuffixProposer(Proposer):
         self.answers = EarlierAnswers(
             self.max_depth, config.suffix_decoding_max_cached_requests, config.suffix_decoding_max_cached_tokens
         )
+        self.decides_draws = needs_probabilities(config)
         self.own: dict[int | str, SuffixIndex] = {}
 
     def needs_step(self, chunks: Sequence[ScheduledChunk], max_drafts: Sequence[int]) -> bool:
@@ -98,16 +100,22 @@ class SuffixProposer(Proposer):
         if not max_drafts and self.is_paused:
             return []
         own = self.own.setdefault(request.request_id, SuffixIndex(self.max_depth))
-        done = len(own)
-        own.extend(request.slice(done, done + MAX_NEW_TOKENS))
-        if not max_drafts or len(own) < request.tokens:
+        done, known = len(own), len(request.prompt) + len(request.generated)
+        depends = self._drafts_decide(request)
+        own.extend(request.slice(done, known if depends else min(known, done + MAX_NEW_TOKENS)))
+        if not max_drafts or len(own) < known:
             return []
         suffix, best = own.tokens[-self.max_depth :], NO_DRAFTS_FOUND
-        for index in (own, self.answers.of(request.tenant)):
+        for index in (own, None if depends else self.answers.of(request.tenant)):
             if index is not None and best.score < max_drafts:
                 found = index.draft(suffix, max_drafts, self.per_match, self.min_probability)
                 best = found if found.score > best.score else best
         return best.tokens
+
+    def _drafts_decide(self, request: Request) -> bool:
+        """Whether drafts decide what a seed draws: they may then depend on the request alone, not on what else ran."""
+        params = request.params
+        return self.decides_draws and params.seed is not None and params.temperature > 0
 
     def forget(self, request: Request) -> None:
         """Free the index of a request that has ended, and keep its answer for later ones."""
