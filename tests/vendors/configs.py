@@ -321,6 +321,8 @@ EXPERTS = (
     *("qwen3_vl_moe", "glm4v_moe", "kimi_linear", "mimo_v2_flash", "longcat_flash", "hy_v3", "step3p7"),
     *("deepseek_v32", "glm_moe_dsa"),
 )
+CHOSEN_TOKENS = ("deepseek_v32", "glm_moe_dsa")
+"""Families whose attention reads tokens that an indexer chose."""
 COMPOSED_ATTENTION = ("gpt_oss", "gemma2", "llama4", "mimo_v2_flash", "deepseek_v32", "glm_moe_dsa")
 """Families with sinks, a soft cap, chunks or chosen tokens: core composes their attention where a backend's kernels do
 not compute these."""

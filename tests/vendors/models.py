@@ -10,11 +10,11 @@ from inferplane.binding import explain
 from inferplane.conformance import stepping
 from inferplane.conformance.subject import Subject
 from inferplane.kvcache import StatePool
-from inferplane.ops import CausalLM, LayerNorm, Linear, MoERoute
+from inferplane.ops import CausalLM, IndexSelect, LayerNorm, Linear, MoERoute
 from inferplane.plugin import Kernel, When
 from inferplane.plugins import host
 from inferplane.types.batch import Query, make_batch
-from tests.vendors.configs import EXPERTS, FAMILIES, model
+from tests.vendors.configs import CHOSEN_TOKENS, EXPERTS, FAMILIES, model
 
 LENGTHS = (135, 9, 20)
 LARGEST_ERROR, OVER_CPU = 3e-2, 1.25
@@ -65,6 +65,30 @@ class Routes:
         return Kernel("moe_route", "test", replay, when=known, rank=99)
 
 
+class Selections:
+    """The tokens that the float32 model's indexers chose, call by call, as `Routes` has the experts."""
+
+    def __init__(self, monkeypatch):
+        self.chosen = []
+        self.at = 0
+        body = IndexSelect.__call__
+
+        def record(op, q, w, batch, kv):
+            self.chosen.append(body(op, q, w, batch, kv))
+            return self.chosen[-1]
+
+        monkeypatch.setattr(IndexSelect, "__call__", record)
+
+    def kernel(self):
+        """A kernel that outranks all others and takes the recorded tokens."""
+
+        def replay(view, q, w, batch, kv):
+            self.at += 1
+            return self.chosen[self.at - 1]
+
+        return Kernel("index_select", "test", replay, when=When(), rank=99)
+
+
 def _weigh_near(logits: torch.Tensor, ids: torch.Tensor, jitter: float) -> torch.Tensor:
     """The weights of given experts where each is weighed among the logits near its own."""
     remaining, weights = logits, []
@@ -89,24 +113,26 @@ def error(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
 def errors_beside_cpu(
     device: str, dtype: torch.dtype, family: str, weights: str, schedule: str, monkeypatch: Any
 ) -> dict[str, float]:
-    """Error of the logits against float32, on the cpu and on the device, with float32's experts on both; checked."""
+    """Error of the logits against float32, on the cpu and on the device, with float32's experts and chosen tokens on
+    both; checked.
+    """
     config = FAMILIES[family]
     tree = model(config, weights)
     drawn = draw(tree, dtype)
     many, cut = prompts(config["vocab_size"]), stepping.SCHEDULES[schedule]
-    routes = Routes(monkeypatch)
+    routes, selections = Routes(monkeypatch), Selections(monkeypatch)
     want = stepping.run(stepping.on_references(tree, drawn, max(LENGTHS)), many, cut)
-    assert (family in EXPERTS) == bool(routes.chosen)
+    assert (family in EXPERTS) == bool(routes.chosen) and (family in CHOSEN_TOKENS) == bool(selections.chosen)
     found = {}
     for name in ("cpu", device):
         subject = Subject.of(host(), name, str(dtype).removeprefix("torch."))
-        subject.kernels.append(routes.kernel())
+        subject.kernels += [routes.kernel(), selections.kernel()]
         if routes.chosen:  # a layer in one call chooses its experts itself
             subject.kernels = [k for k in subject.kernels if k.op != "decoder_layer"]
-        routes.at = 0
+        routes.at = selections.at = 0
         bound = stepping.on_device(subject, tree, dtype, drawn, max(LENGTHS))
         got = stepping.run(bound, many, cut)
-        assert routes.at == len(routes.chosen)
+        assert routes.at == len(routes.chosen) and selections.at == len(selections.chosen)
         assert all(torch.isfinite(t).all() for t in got)
         found[name] = error(got, want)
     print(f"\n{family} {weights} {schedule}: {device} {found[device]:.4f}, cpu {found['cpu']:.4f}")

@@ -18,6 +18,9 @@ from inferplane.plugin import RANK_FUSED, Batch, Kernel, LayerKV, Packing, When,
 
 vllm, cache_ops = torch.ops._C, torch.ops._C_cache_ops
 
+ONE_WIDTH = ("K and V of one width", lambda op: op.kv.dim == op.kv.v_dim)
+"""What the library's write requires: K and V have one stride of blocks."""
+
 
 def rms_norm(view: Any, x: torch.Tensor) -> torch.Tensor:
     """The op `rms_norm` by _C::rms_norm, over contiguous rows."""
@@ -87,7 +90,7 @@ def vllm_kernels(
         ("add_rms_norm", add_rms_norm, {"needs": (ADD_NORM_WEIGHT,)}, {}),
         ("rope", rope_kernel(rope_requires_key), {}, {"table": table}),
         ("silu_mul", silu_mul, {}, {}),
-        ("kv_write", kv_write, in_layout, {}),
+        ("kv_write", kv_write, {**in_layout, "needs": (ONE_WIDTH,)}, {}),
         ("mla_kv_write", mla_kv_write, in_layout, {}),
     ]
     return [
