@@ -110,7 +110,7 @@ FORMS = {
     "a plain architecture": {"architectures": ["LlamaForCausalLM"]},
     "names of later tools": {"prefix": "layers.0."},
     "states by number": {"eagle_aux_hidden_state_layer_ids": [0, 3, 5]},
-    "states by number in a section": {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}},
+    "states by number in a section": {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}},
 }
 
 
@@ -237,3 +237,34 @@ def test_two_ranks_draft_what_one_drafts(model, head, tmp_path):
         stood = llm.engine.stats()["spec_decode_num_accepted_tokens_total"]
     share(model, head, tmp_path / "out", seconds=240, run=decode_on_a_rank)
     assert json.loads((tmp_path / "out").read_text()) == [want, stood] and stood > 0
+
+
+@pytest.mark.parametrize(
+    ("more", "taps"),
+    [
+        ({}, None),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 3, 5]}, (0, 3, 5)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}}, (1, 3, 5)),
+    ],
+)
+def test_a_section_numbers_the_layers_whose_results_are_read(more, taps, model, tmp_path):
+    """As SGLang and the tools that write it count; at the top level a number is that of the next layer, as in vLLM."""
+    eagle3_head(tmp_path, model, OWN, **more)
+    with opened(model, drafting(tmp_path, 1)) as llm:
+        layers = len(llm.runner.model.layers)
+        assert llm.runner.model.mtp[-1].taps == (taps or (2, layers // 2, layers - 3))
+
+
+@pytest.mark.parametrize("entry", ["norm_before_fc", "fc_norm", "norm_output"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_norms_that_are_not_implemented_are_refused(entry, inside, model, tmp_path):
+    eagle3_head(tmp_path, model, OWN, **({"eagle_config": {entry: True}} if inside else {entry: True}))
+    with pytest.raises(UnsupportedModelError, match=entry), opened(model, drafting(tmp_path, 1)):
+        pass
+
+
+@pytest.mark.parametrize("stated", [5, "1,2,3", [1, "2"]])
+def test_numbers_of_layers_are_a_list(stated, model, tmp_path):
+    eagle3_head(tmp_path, model, OWN, eagle_aux_hidden_state_layer_ids=stated)
+    with pytest.raises(CheckpointError, match="is no list of numbers"), opened(model, drafting(tmp_path, 1)):
+        pass

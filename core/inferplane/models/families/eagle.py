@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from inferplane.models.build import Build
 from inferplane.models.draft_layers import DraftLayers, read_from
 from inferplane.models.families.llama import llama
 from inferplane.models.reading.config import Config
-from inferplane.ops import AddRMSNorm, CausalLM, Eagle3Layer, EagleLayer, GQABlock, LMHead
+from inferplane.ops import AddRMSNorm, CausalLM, Eagle3Layer, EagleLayer, GQABlock, LMHead, ShortcutLayer
 from inferplane.types import Weight
 
 BELOW = "model."
@@ -119,7 +120,16 @@ def eagle3(build: Build, target: CausalLM, names: Collection[str] | None) -> Eag
     qkv = replace(attn.qkv.weight, shape=(attn.qkv.weight.shape[0], 2 * width))
     has_offsets = f"{below}d2t" in names if names is not None else vocab != target.vocab
     if not has_offsets and vocab != target.vocab:
-        raise CheckpointError(f"{config.name} has {vocab} tokens of {target.vocab}, and lacks d2t, which says which.")
+        raise CheckpointError(
+            f"{config.name} has {vocab} tokens of {target.vocab}, and lacks d2t, which says which.",
+            remedy="fetch the head's files again",
+        )
+    _refuse_other_forms(config, known, below)
+    if any(isinstance(layer, ShortcutLayer) for layer in target.layers):
+        raise UnsupportedModelError(
+            "An EAGLE-3 head for a model whose layers have a shortcut: between their halves no hidden state is whole.",
+            remedy="use method 'ngram', 'suffix' or 'draft_model'",
+        )
     build.ignore(f"{below}embed_tokens.weight", f"{below}t2d")
     taps = _find_taps(config, len(target.layers))
     return Eagle3Layer(
@@ -139,16 +149,42 @@ def eagle3(build: Build, target: CausalLM, names: Collection[str] | None) -> Eag
     )
 
 
-def _find_taps(config: Config, layers: int) -> tuple[int, ...]:
-    """The layers before which the head reads hidden states: the config's, or an early, the middle and a late one."""
+OTHER_FORMS = ("norm_before_fc", "fc_norm", "norm_output")
+"""Entries of heads with further norms, which are not implemented."""
+
+
+def _section(config: Config) -> Mapping[str, Any]:
+    """The entry `eagle_config`; empty without one."""
     inner = config.get("eagle_config")
-    inner = inner if isinstance(inner, Mapping) else {}
-    stated = config.get("eagle_aux_hidden_state_layer_ids") or inner.get("eagle_aux_hidden_state_layer_ids")
-    taps = tuple(stated or (2, layers // 2, layers - 3))
+    return inner if isinstance(inner, Mapping) else {}
+
+
+def _refuse_other_forms(config: Config, names: Collection[str], below: str) -> None:
+    """Raise UnsupportedModelError for a head with norms or biases that would be left out."""
+    found = [entry for entry in OTHER_FORMS if config.get(entry) or _section(config).get(entry)]
+    tensors = (f"{below}{name}" for name in ("input_norm.weight", "fc_norm.weight", "fc.bias"))
+    if found := found or [name for name in tensors if name in names]:
+        raise UnsupportedModelError(
+            f"{config.name}: an EAGLE-3 head with {found[0]}.",
+            there_is="heads without norms before or behind fc, and without a bias of it",
+            remedy="use another head, or method 'ngram' or 'suffix'",
+        )
+
+
+def _find_taps(config: Config, layers: int) -> tuple[int, ...]:
+    """The layers before which the head reads hidden states: the config's, or an early, the middle and a late one. The
+    section `eagle_config` numbers the layers whose results are read, so each is read before the next one.
+    """
+    entry = "eagle_aux_hidden_state_layer_ids"
+    stated, behind = config.get(entry) or _section(config).get(entry), 0 if config.get(entry) else 1
+    if stated is not None and not (isinstance(stated, list) and all(type(number) is int for number in stated)):
+        raise CheckpointError(f"{config.name}: {entry} = {stated!r} is no list of numbers.", remedy="correct the entry")
+    taps = tuple(number + behind for number in stated) if stated else (2, layers // 2, layers - 3)
     if list(taps) != sorted({*taps}) or not all(type(tap) is int and 0 <= tap < layers for tap in taps):
         raise UnsupportedModelError(
             f"An EAGLE-3 head that reads the hidden states before layers {', '.join(map(str, taps))}.",
             there_is=f"rising numbers from 0 to {layers - 1}, in its config as eagle_aux_hidden_state_layer_ids",
+            remedy="use a head that was trained for this model",
         )
     return taps
 
@@ -166,5 +202,6 @@ def _check_match(config: Config, target: CausalLM, *, layers: str) -> int:
         raise UnsupportedModelError(
             f"An EAGLE head of {config.size('num_hidden_layers')} layers.",
             there_is=layers,
+            remedy="use another head, or method 'ngram' or 'suffix'",
         )
     return width
