@@ -202,6 +202,8 @@ class Build:
         if bias and not (axis == 1 and self.placement.tp_rank):
             shard = shards or self.shard(0 if axis == 0 else None)
             biases = Weight(tuple(f"{name}.bias" for name in names), (total,), shard=shard, rows=each)
+        elif bias:
+            self.ignore(*(f"{name}.bias" for name in names))  # the first rank adds it
         weight = self.weight(names, (total, columns), axis, shards, each, rotates=rotates)
         return Linear(weight, biases, **options)
 

@@ -231,6 +231,8 @@ def _is_projection(name: str) -> bool:
     parts = name.removesuffix(".weight").split(".")
     expert = "experts" in parts and parts[-1] in ("w1", "w2", "w3")
     inside = "self_attn" in parts or "mlp" in parts
+    if "indexer" in parts:  # whose weights of heads are published in float32
+        return parts[-1] in ("wq_b", "wk")
     return expert or (inside and parts[-1].endswith(("_proj", "_proj_with_mqa")))
 
 

@@ -76,6 +76,7 @@ def test_which_weights_have_the_format():
     assert formats.format_of(NAME) == "mxfp4" and formats.format_of("lm_head.weight") == "plain"
     by_config = read_quant_config(SETTINGS, None).format_of
     assert by_config(NAME) == "mxfp4" and by_config("model.layers.0.self_attn.q_proj.weight") == "plain"
+
     view = formats.view(DictSource(stored()))
     assert view.shape(NAME) == (6, 128) and NAME in view.names()
 
@@ -93,3 +94,9 @@ def test_quantizing_rounds_to_the_nearest_value():
     nearest = (w[..., None] / scale[..., None] - grid.flatten()).abs().amin(-1) * scale
     assert torch.allclose((got - w).abs(), nearest, atol=1e-6)
     assert (w.abs() / scale).amax() < 8, "the shared power of two is at least an eighth of the largest magnitude"
+
+
+@pytest.mark.parametrize(("name", "format"), [("wq_b", "fp8_block"), ("wk", "fp8_block"), ("weights_proj", "plain")])
+def test_an_indexer_without_tensors_has_the_published_formats(name, format):
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    assert read_quant_config(settings, None).format_of(f"model.layers.3.self_attn.indexer.{name}.weight") == format

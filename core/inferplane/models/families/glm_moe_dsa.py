@@ -53,7 +53,8 @@ def glm_moe_dsa(build: Build) -> CausalLM:
     layers, dense = config.size("num_hidden_layers"), config.count("first_k_dense_replace")
     left_out = ["dense" if i < dense else "sparse" for i in range(layers)]
     kinds = layer_kinds(config, ("dense", "sparse"), left_out, "mlp_layer_types")
-    indexers = layer_kinds(config, tuple(KINDS.values()), _indexers_left_out(config, layers), "indexer_types")
+    indexers_left_out = _indexers_left_out(config, layers) if config.get("indexer_types") is None else []
+    indexers = layer_kinds(config, tuple(KINDS.values()), indexers_left_out, "indexer_types")
     is_shared = lambda i: i < layers and indexers[i] == "shared"  # noqa: E731
     attention = sparse_latent_attention(build, interleave_index=True, is_shared=is_shared)
     feed_forward = fine_grained_experts(build, lambda i: i >= layers or kinds[i] == "sparse")

@@ -380,6 +380,7 @@ def test_parameters_of_deepseek_v32():
         ({"index_topk_freq": 4}, [0, 1, 5]),
         ({"index_topk_freq": 2, "index_skip_topk_offset": 3}, [0, 1, 2, 4]),
         ({"index_topk_pattern": "FSSFSS"}, [0, 3]),
+        ({"indexer_types": ["full"] + ["shared"] * 5, "index_topk_pattern": "FF"}, [0]),
         ({"index_topk_pattern": ["full", "shared"] * 3, "index_topk_freq": 4}, [0, 2, 4]),
         ({"indexer_types": ["full"] + ["shared"] * 5, "index_topk_pattern": "FFFFFF"}, [0]),
     ],
