@@ -161,6 +161,7 @@ def _cache(key, value, key_cache, value_cache, kv_cache_dtype, k_scale, v_scale)
     plain_cache(kv_cache_dtype, k_scale=k_scale, v_scale=v_scale)
     chip.half(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
     chip.contiguous(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
+    require(key.shape[2] == value.shape[2], "K and V have one width: csrc/hcu_cache_kernel.cu has one head_size")
 
 
 def _in_fp8(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

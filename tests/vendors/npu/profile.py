@@ -12,6 +12,8 @@ NO_ATB = ("mistral_window", "gemma3", *LATENT)
 """Windows and latents, for which ATB has nothing on the 310P."""
 NO_TORCH_NPU = ("cohere", "cohere2")
 """Layer norms and pairs of neighbours, for which torch-npu has nothing on the 310P."""
+COMPOSED = tuple(family for family in COMPOSED_ATTENTION if family != "gpt_oss")
+"""Families whose attention core composes on the 910b, whose own takes sinks."""
 
 
 class Npu(Profile):
@@ -20,7 +22,7 @@ class Npu(Profile):
     device = "npu"
     sources = "backends/npu/inferplane_npu"
     dtype = chip.DTYPE
-    composed_attention = ("gemma2", "llama4") if chip.ARCH == "910b" else COMPOSED_ATTENTION
+    composed_attention = COMPOSED if chip.ARCH == "910b" else COMPOSED_ATTENTION
     engine_families = (*OWN_ATTENTION, "gpt_oss") if chip.ARCH == "910b" else OWN_ATTENTION
     speculative = {"plain": None, "drafts": DRAFTS}
     quantized = {

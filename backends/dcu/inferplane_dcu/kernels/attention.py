@@ -23,6 +23,7 @@ import torch
 from inferplane.kernels.fused import vllm_calls
 from inferplane.kernels.fused.needs import FLASH_HEAD_SIZES
 from inferplane.kernels.fused.operands import one_sequence_per_token
+from inferplane.kernels.fused.vllm_kernels import ONE_WIDTH
 from inferplane.plugin import Batch, Kernels, LayerKV
 from inferplane_dcu import vendor
 from inferplane_dcu.chips import PAGED_PROMPTS
@@ -50,7 +51,7 @@ def _write(k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: Any) -> None:
         vllm_calls.kv_write(hcu.reshape_and_cache_flash, k, v, kv.view_blocks(), batch)
 
 
-@fused("kv_write", provider="hcu_ops", features=OPERATORS, kv_layouts=(HEADS, PAGED))
+@fused("kv_write", provider="hcu_ops", features=OPERATORS, kv_layouts=(HEADS, PAGED), needs=(ONE_WIDTH,))
 def kv_write(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
     """hcu_ops::reshape_and_cache for blocks of heads, reshape_and_cache_flash for plain ones; slot -1 is skipped."""
     _write(k, v, batch, kv)
@@ -67,7 +68,10 @@ def _has_both_norms(op: Any) -> bool:
     provider="lightop",
     features=OPERATORS,
     kv_layouts=(HEADS, PAGED),
-    needs=(("norms of queries and keys with one epsilon, weights in the plan's dtype", _has_both_norms),),
+    needs=(
+        ("norms of queries and keys with one epsilon, weights in the plan's dtype", _has_both_norms),
+        (ONE_WIDTH[0], lambda op: ONE_WIDTH[1](op.write)),
+    ),
     packs={"rope.table": TABLE},
 )
 def norm_rope_write(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from inferplane.kernels.fused.needs import ADD_NORM_WEIGHT, NORM_WEIGHT, declare_fused
+from inferplane.kernels.fused.vllm_kernels import ONE_WIDTH
 from inferplane.plugin import Batch, Kernels, LayerKV
 from inferplane_xpu.intel.kernels.when import RANK_LEGACY
 from inferplane_xpu.intel.kvcache import PAGED
@@ -48,7 +49,7 @@ def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@fused("kv_write", kv_layouts=(PAGED,))
+@fused("kv_write", ONE_WIDTH, kv_layouts=(PAGED,))
 def kv_write(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
     """llm.modules.PagedAttention.reshape_and_cache_flash."""
     keys, values = kv.view_blocks()  # type: ignore[attr-defined]
