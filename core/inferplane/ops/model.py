@@ -103,6 +103,7 @@ class DecoderLayer(Op, name="decoder_layer"):
         add("conv_mlp_decode", recurrent["short_conv_decode"], narrow, 48)
         add("delta_mlp_decode", recurrent["gated_delta_net_decode"], mlp)
         add("delta_moe_decode", recurrent["gated_delta_net_grouped_decode"], moe)
+        add("kimi_mlp_decode", recurrent["kimi_delta_attention_decode"], mlp)
         gated = next(sample for sample in GQABlock.samples() if sample.label == "gate_decode")
         add("gqa_mlp_partial", replace(gated, op=rotate_partially(gated.op)), mlp)
         by_label = {sample.label: sample for sample in out}
