@@ -16,7 +16,7 @@ from inferplane.types import KVRequest
 STEP_TOKENS = 2048
 """Tokens of one step for which a pool has blocks beside the windows of all sequences."""
 
-EXPECTED_TOKENS = 1024
+TYPICAL_TOKENS = 1024
 """Tokens of the sequences that all pools hold equally many of, where the budget does not hold longer ones. Of shorter
 sequences blocks of the pools with windows run out first, of longer ones those of the others."""
 
@@ -90,7 +90,7 @@ def _balance(
     pools: Sequence[PoolShape], budget_bytes: int, block_tokens: int, max_tokens: int, num_sequences: int
 ) -> list[int]:
     """The blocks of each pool: at first for one sequence, as long as the budget allows, then for as many sequences of
-    `EXPECTED_TOKENS` as it allows, then for as long ones; at least those of one sequence with one token, whatever the
+    `TYPICAL_TOKENS` as it allows, then for as long ones; at least those of one sequence with one token, whatever the
     budget is.
     """
 
@@ -108,7 +108,7 @@ def _balance(
         counts = (sequences * count + step * tables for count, tables in zip(held(tokens), windowed))
         return [max(least, count) for least, count in zip(alone, counts)]
 
-    length = min(max_tokens, EXPECTED_TOKENS)
+    length = min(max_tokens, TYPICAL_TOKENS)
     if not fits(needed(1, length)):
         return alone
     sequences = _find_most(num_sequences, lambda n: fits(needed(n, length)))

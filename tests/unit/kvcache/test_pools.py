@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inferplane.kvcache import BlockAllocator, BlockPools, PoolShape, blocks_held, bytes_of_tables, divide_budget
-from inferplane.kvcache.pools import EXPECTED_TOKENS, STEP_TOKENS
+from inferplane.kvcache.pools import STEP_TOKENS, TYPICAL_TOKENS
 
 BLOCK = 16
 
@@ -39,7 +39,7 @@ def test_the_budget_is_kept_and_every_pool_holds_the_same_sequences(more, first_
     for count, shape in zip(blocks, shapes):
         assert count <= shape.max_blocks(tokens, sequences, BLOCK)
         assert count >= blocks_held(shape.windows, alone, 1, BLOCK), "the longest sequence that the budget allows fits"
-        if together >= min(tokens, EXPECTED_TOKENS):
+        if together >= min(tokens, TYPICAL_TOKENS):
             assert count >= sequences * blocks_held(shape.windows, together, 1, BLOCK)
 
 
