@@ -17,13 +17,16 @@ from inferplane import LLM, SamplingParams
 from inferplane.binding.link import view_of
 from inferplane.conformance.proposers import MAX_DEVIATIONS, chi_square
 from inferplane.errors import CheckpointError, UnsupportedModelError, UsageError
-from inferplane.types import Backend
+from inferplane.models import Build, Config, build
+from inferplane.models.families.eagle import eagle_head
+from inferplane.types import Backend, Placement
 from inferplane.types.batch import Query, make_batch
 from inferplane_cpu.backend import CpuBackend
 from tests.e2e.drafters import eagle3_head
 from tests.e2e.sharing import share
 from tests.e2e.test_drafters import norm, rotate
 from tests.e2e.tiny_models import llama_config, prompts, random_model
+from tests.families.cases import make
 from tests.unit.engine.runner.test_capture import Record
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
@@ -186,6 +189,8 @@ def test_a_model_without_the_head_computes_nothing_for_it(model, head):
         ({"num_hidden_layers": 2}, (), UnsupportedModelError, "2 layers"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 3, 7]}, (), UnsupportedModelError, "0, 3, 7"),
         ({"eagle_aux_hidden_state_layer_ids": [3, 0, 5]}, (), UnsupportedModelError, "3, 0, 5"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 6]}}, (), UnsupportedModelError, "1, 4, 7"),
+        ({"transformer_layer_config": {"num_hidden_layers": 1}}, (), UnsupportedModelError, "form of speculators"),
         ({}, ("d2t",), CheckpointError, "lacks d2t"),
         ({}, ("fc.weight",), CheckpointError, "lacks fc.weight"),
         ({}, ("midlayer.hidden_norm.weight",), CheckpointError, "hidden_norm"),
@@ -263,7 +268,36 @@ def test_norms_that_are_not_implemented_are_refused(entry, inside, model, tmp_pa
         pass
 
 
-@pytest.mark.parametrize("stated", [5, "1,2,3", [1, "2"]])
+@pytest.mark.parametrize("name", ["input_norm.weight", "fc_norm.weight", "fc_norm.2.weight", "fc.bias"])
+def test_tensors_of_such_heads_are_refused(name, model, tmp_path):
+    """Also where their config does not mention them."""
+    tensors = eagle3_head(tmp_path, model, OWN)
+    save_file({**tensors, name: torch.ones(64)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=f"head with {name}"), opened(model, drafting(tmp_path, 1)):
+        pass
+
+
+@pytest.mark.parametrize("method", ["EAGLE-1", "EAGLE-3"])
+def test_the_second_rank_reports_no_biases_that_the_first_one_adds(method, model):
+    shared, base = Placement.shared(1, 2), json.loads((model / "config.json").read_text())
+    config = {**base, "num_hidden_layers": 1, "attention_bias": True}
+    config |= {"draft_vocab_size": OWN} if method == "EAGLE-3" else {}
+    eagle1 = ("fc.weight", "layers.0.self_attn.o_proj.bias")
+    eagle3 = ("model.fc.weight", "model.d2t", "model.midlayer.self_attn.o_proj.bias")
+    names = eagle1 if method == "EAGLE-1" else eagle3
+    found = eagle_head(build(Build(Config(base), shared)), Build(Config(config), shared), names)
+    assert names[-1] in found.unread
+
+
+def test_layers_with_a_shortcut_are_refused(tmp_path):
+    """Between the halves of one of LongCat's layers there are two residual streams."""
+    make("longcat_flash", "mixed", tmp_path / "model")
+    eagle3_head(tmp_path / "head", tmp_path / "model", OWN, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    with pytest.raises(UnsupportedModelError, match=r"have a shortcut.*use method 'ngram'"):
+        opened(tmp_path / "model", drafting(tmp_path / "head", 1))
+
+
+@pytest.mark.parametrize("stated", [5, 0, "1,2,3", "", [1, "2"]])
 def test_numbers_of_layers_are_a_list(stated, model, tmp_path):
     eagle3_head(tmp_path, model, OWN, eagle_aux_hidden_state_layer_ids=stated)
     with pytest.raises(CheckpointError, match="is no list of numbers"), opened(model, drafting(tmp_path, 1)):

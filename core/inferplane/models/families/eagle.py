@@ -31,8 +31,15 @@ def eagle_head(target: CausalLM, build: Build, names: Collection[str] | None) ->
         names: of the tensors in the head's checkpoint; None without a checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint is no EAGLE head. Otherwise as `eagle`.
+        CheckpointError: the checkpoint is no EAGLE head.
+        UnsupportedModelError: its config has the form of speculators. Otherwise as `eagle`.
     """
+    if build.config.get("transformer_layer_config") is not None:
+        raise UnsupportedModelError(
+            f"{build.config.name} has transformer_layer_config: an EAGLE head in the form of speculators.",
+            there_is="heads whose config states the sizes of their layer at the top level",
+            remedy="use a head in the form that its authors published, or method 'ngram' or 'suffix'",
+        )
     if names is not None and not {"fc.weight", f"{BELOW}fc.weight"} & {*names}:
         raise CheckpointError(
             f"{build.config.name} belongs to no EAGLE head: the checkpoint lacks fc.weight.",
@@ -64,8 +71,9 @@ def eagle(build: Build, target: CausalLM, *, bias: bool) -> EagleLayer:
     """
     width = _check_match(build.config, target, layers="heads of one layer (EAGLE-1)")
     own = build.format_of
-    inner = replace(build, format_of=lambda name: own(name.removeprefix("model.")))
+    inner = replace(build, format_of=lambda name: own(name.removeprefix("model.")), ignored=[])
     layer = read_from(llama(inner).layers[0], lambda name: name.removeprefix("model."))
+    build.ignore(*(name.removeprefix("model.") for name in inner.ignored))
     build.ignore("embed_tokens.weight", "lm_head.weight", "layers.0.input_layernorm.weight")
     return EagleLayer(
         embed=target.embed,
@@ -115,7 +123,8 @@ def eagle3(build: Build, target: CausalLM, names: Collection[str] | None) -> Eag
         return name.replace("model.layers.0.", prefix, 1)
 
     own, vocab = build.format_of, config.size("draft_vocab_size", target.vocab)
-    layer = read_from(llama(replace(build, format_of=lambda name: own(rename(name)))).layers[0], rename)
+    inner = replace(build, format_of=lambda name: own(rename(name)), ignored=[])
+    layer = read_from(llama(inner).layers[0], rename)
     attn: GQABlock = layer.attn
     qkv = replace(attn.qkv.weight, shape=(attn.qkv.weight.shape[0], 2 * width))
     has_offsets = f"{below}d2t" in names if names is not None else vocab != target.vocab
@@ -130,7 +139,7 @@ def eagle3(build: Build, target: CausalLM, names: Collection[str] | None) -> Eag
             "An EAGLE-3 head for a model whose layers have a shortcut: between their halves no hidden state is whole.",
             remedy="use method 'ngram', 'suffix' or 'draft_model'",
         )
-    build.ignore(f"{below}embed_tokens.weight", f"{below}t2d")
+    build.ignore(f"{below}embed_tokens.weight", f"{below}t2d", *map(rename, inner.ignored))
     taps = _find_taps(config, len(target.layers))
     return Eagle3Layer(
         embed=target.embed,
@@ -151,6 +160,8 @@ def eagle3(build: Build, target: CausalLM, names: Collection[str] | None) -> Eag
 
 OTHER_FORMS = ("norm_before_fc", "fc_norm", "norm_output")
 """Entries of heads with further norms, which are not implemented."""
+OTHER_TENSORS = ("input_norm.", "fc_norm.", "fc.bias")
+"""What the names of tensors begin with that such heads have, and heads with a bias of `fc`."""
 
 
 def _section(config: Config) -> Mapping[str, Any]:
@@ -162,8 +173,8 @@ def _section(config: Config) -> Mapping[str, Any]:
 def _refuse_other_forms(config: Config, names: Collection[str], below: str) -> None:
     """Raise UnsupportedModelError for a head with norms or biases that would be left out."""
     found = [entry for entry in OTHER_FORMS if config.get(entry) or _section(config).get(entry)]
-    tensors = (f"{below}{name}" for name in ("input_norm.weight", "fc_norm.weight", "fc.bias"))
-    if found := found or [name for name in tensors if name in names]:
+    begins = tuple(f"{below}{name}" for name in OTHER_TENSORS)
+    if found := found or sorted(name.removeprefix(below) for name in names if name.startswith(begins)):
         raise UnsupportedModelError(
             f"{config.name}: an EAGLE-3 head with {found[0]}.",
             there_is="heads without norms before or behind fc, and without a bias of it",
@@ -176,14 +187,16 @@ def _find_taps(config: Config, layers: int) -> tuple[int, ...]:
     section `eagle_config` numbers the layers whose results are read, so each is read before the next one.
     """
     entry = "eagle_aux_hidden_state_layer_ids"
-    stated, behind = config.get(entry) or _section(config).get(entry), 0 if config.get(entry) else 1
+    stated, behind = config.get(entry), 0
+    if stated is None or stated == []:
+        stated, behind = _section(config).get(entry), 1
     if stated is not None and not (isinstance(stated, list) and all(type(number) is int for number in stated)):
         raise CheckpointError(f"{config.name}: {entry} = {stated!r} is no list of numbers.", remedy="correct the entry")
     taps = tuple(number + behind for number in stated) if stated else (2, layers // 2, layers - 3)
     if list(taps) != sorted({*taps}) or not all(type(tap) is int and 0 <= tap < layers for tap in taps):
         raise UnsupportedModelError(
             f"An EAGLE-3 head that reads the hidden states before layers {', '.join(map(str, taps))}.",
-            there_is=f"rising numbers from 0 to {layers - 1}, in its config as eagle_aux_hidden_state_layer_ids",
+            there_is=f"rising numbers from 0 to {layers - 1}, in its config as {entry}; in eagle_config one less each",
             remedy="use a head that was trained for this model",
         )
     return taps

@@ -69,7 +69,8 @@ def _indexers_left_out(config: Config, layers: int) -> list[str]:
     if pattern is None:
         period, offset = max(1, config.count("index_topk_freq")), config.count("index_skip_topk_offset")
         return ["shared" if max(i - offset + 1, 0) % period else "full" for i in range(layers)]
-    kinds = [KINDS.get(letter, letter) for letter in pattern] if isinstance(pattern, (str, list)) else []
+    letters = pattern[:layers] if isinstance(pattern, (str, list)) else []  # of prediction layers come behind
+    kinds = [KINDS.get(letter, letter) for letter in letters]
     if len(kinds) != layers:
         raise CheckpointError(
             f"{config.name}: index_topk_pattern is not a string of {layers} letters, one a layer.",

@@ -166,6 +166,7 @@ class IndexSelect(Op, name="index_select", hot=True):
 
 def choose_positions(scores: torch.Tensor, tokens: int, top: int) -> torch.Tensor:
     """The positions of the largest scores of each row, the lower of equal ones, ascending, then -1: int32 `[Q, top]`.
+    A row that sees no more than `top` positions has all of them, also where their scores are infinite or NaN.
 
     Args:
         scores: float32 `[Q, tokens]` of the last Q tokens; -inf where a query does not see a position.
@@ -174,8 +175,8 @@ def choose_positions(scores: torch.Tensor, tokens: int, top: int) -> torch.Tenso
     """
     count = min(top, tokens)
     found = scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-    seen = scores.gather(1, found) > -torch.inf
-    found = torch.where(seen, found, tokens).sort(-1).values
+    hidden = mask_pairs(scores.shape[0], tokens, None, scores.device).gather(1, found)  # none sorts before a seen one
+    found = torch.where(hidden, tokens, found).sort(-1).values
     found = torch.where(found == tokens, -1, found)
     return torch.nn.functional.pad(found, (0, top - count), value=-1).int()
 

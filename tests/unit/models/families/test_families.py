@@ -380,6 +380,7 @@ def test_parameters_of_deepseek_v32():
         ({"index_topk_freq": 4}, [0, 1, 5]),
         ({"index_topk_freq": 2, "index_skip_topk_offset": 3}, [0, 1, 2, 4]),
         ({"index_topk_pattern": "FSSFSS"}, [0, 3]),
+        ({"index_topk_pattern": "FSSFSSSS"}, [0, 3]),
         ({"indexer_types": ["full"] + ["shared"] * 5, "index_topk_pattern": "FF"}, [0]),
         ({"index_topk_pattern": ["full", "shared"] * 3, "index_topk_freq": 4}, [0, 2, 4]),
         ({"indexer_types": ["full"] + ["shared"] * 5, "index_topk_pattern": "FFFFFF"}, [0]),
@@ -407,6 +408,18 @@ def test_ignored_names():
         "model.layers.61.embed_tokens.weight",
         "model.layers.61.shared_head.head.weight",
     ]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_other_ranks_expect_biases_that_the_first_one_adds(rank):
+    """They do not report them as tensors that nothing reads."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 96, **sizes}
+    b = Build(Config({**config, "attention_bias": True, "mlp_bias": True}), Placement.shared(rank, 2))
+    read = {part for _, weight in build(b).weights() for part in weight.parts}
+    biases = {f"model.layers.0.{name}.bias" for name in ("self_attn.o_proj", "mlp.down_proj")}
+    assert (biases <= read, {*b.ignored} & biases) == ((True, set()) if rank == 0 else (False, biases))
+    assert "model.layers.0.mlp.up_proj.bias" in read
 
 
 @pytest.mark.parametrize(("settings", "quant"), [

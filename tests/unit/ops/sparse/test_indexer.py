@@ -34,6 +34,15 @@ def test_of_equal_scores_the_lower_position_wins(values, top):
     assert torch.equal(take_largest(scores, top), want)
 
 
+@pytest.mark.parametrize("score", [-math.inf, math.inf, math.nan, 0.0])
+def test_rows_that_see_no_more_than_are_chosen_have_all(score):
+    """Whatever the scores are; the last rows see more than are chosen, and never a later position."""
+    scores = torch.full((9, 9), score).masked_fill(mask_pairs(9, 9, None, torch.device("cpu")), -torch.inf)
+    for row, found in enumerate(choose_positions(scores, 9, 5).tolist()):
+        want = list(range(min(row + 1, 5)))
+        assert found == want + [-1] * (5 - len(want))
+
+
 def test_1000_rows_choose_as_transformers():
     """Of V3.2's indexer with random weights; rows whose scores of the last and the next one are equal were broken as
     stated."""
