@@ -87,7 +87,7 @@ def find_ways(host: PluginHost, device: str, config: dict[str, Any]) -> dict[str
     for kind in plan.choices:
         for _, op, choice in plan.sites(kind):
             if choice.hot and (choice.own_hot or not choice.binds_children):
-                found[op.name] = max(found.get(op.name, WAYS[0]), _way(choice), key=WAYS.index)
+                found[op.name] = max(found.get(op.name, WAYS[0]), way_of(choice), key=WAYS.index)
     return found
 
 
@@ -114,7 +114,7 @@ def describe(found: Mapping[str, str]) -> str:
     return " ".join(f"{counts[way]}{way[0]}" for way in WAYS if counts[way])
 
 
-def _way(choice: Choice) -> str:
+def way_of(choice: Choice) -> str:
     if choice.kernel is None:
         return "body"
     target = choice.kernel.target

@@ -1,6 +1,6 @@
 """Write docs/ops.md, docs/support-matrix.md, docs/family-matrix.md, docs/quantization-matrix.md, docs/code-map.md,
-docs/models.md and docs/other-engines.md from the code and the dated evidence, and the tables of
-docs/coming-from-paddlenlp.md; `--check` fails when one is stale.
+docs/models.md, docs/models-across-vendors.md and docs/other-engines.md from the code and the dated evidence, and the
+tables of docs/coming-from-paddlenlp.md; `--check` fails when one is stale.
 
 The others have no text of their own: ops come from their classes, kernels from the backends' declarations, levels from
 `backends/*/evidence/*.json`, the map from the first sentences of modules and the floors of `pyproject.toml`. Without
@@ -24,6 +24,7 @@ import family_page
 import quantization_page
 import source_page
 import torch
+import vendor_page
 
 from inferplane.cli.evidence import Evidence
 from inferplane.engine.request.other_engines import table
@@ -163,6 +164,13 @@ def families_page(host: PluginHost) -> str:
     return HEAD + family_page.page(host, evidence(), FAMILIES)
 
 
+def vendor_models_page(host: PluginHost) -> str:
+    """docs/models-across-vendors.md: one file a family beside another project's forks by vendor."""
+    from tests.vendors.configs import FAMILIES
+
+    return HEAD + vendor_page.page(host, FAMILIES)
+
+
 def first_sentence(path: Path) -> str:
     """The first sentence of a Python file's docstring, or of the comment at the top of a C++ file.
 
@@ -297,6 +305,7 @@ def main() -> int:
         "docs/quantization-matrix.md": HEAD + quantization_page.page(host),
         "docs/code-map.md": map_page(),
         "docs/models.md": models_page(),
+        "docs/models-across-vendors.md": vendor_models_page(host),
         "docs/other-engines.md": other_engines_page(),
         **source_page.pages(ROOT),
     }

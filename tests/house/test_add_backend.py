@@ -66,7 +66,7 @@ def tree(tmp_path_factory):
     for name in FILES:
         shutil.copy(REPOSITORY / name, tree)
     for name in FOLDERS:
-        ignored = shutil.ignore_patterns("__pycache__", "csrc", "*.safetensors", "*.egg-info")
+        ignored = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.egg-info")
         shutil.copytree(REPOSITORY / name, tree / name, ignore=ignored)
     for name, text in FOLDER.items():
         plant(tree / "backends" / "newchip", text, name)

@@ -157,7 +157,11 @@ def device_words() -> list[str]:
 
 def add_model(parser: Parser, *, config: bool = False) -> None:
     """The positional MODEL; with `config`, a config alone will do."""
-    also = "a config.json or a folder that holds one" if config else "a folder in the Hugging Face layout"
+    also = (
+        "a config.json or a folder that holds one, config:NAME as config:glm-5"
+        if config
+        else "a folder in the Hugging Face layout"
+    )
     words = f"{also}, a GGUF file, or a name as hf:ORG/NAME or qwen3:0.6b; left out: the demo model"
     parser.add_argument("model", metavar="MODEL", nargs="?", default="demo", help=words)
     add_offline(parser)

@@ -18,6 +18,7 @@ from inferplane.models.exported import Manifest
 from inferplane.models.reading.gguf_source import GGUFSource
 from inferplane.models.reading.names import canonical_names, settle_head
 from inferplane.models.reading.normalize import complaints
+from inferplane.models.reading.shipped_configs import PREFIX, read_shipped_config
 from inferplane.plugins import host
 from inferplane.quant import settle_order
 
@@ -48,7 +49,8 @@ class ModelFiles:
 
     Args:
         model: "demo" or another name of `SHIPPED`, a folder in the Hugging Face layout, a GGUF file or its first shard,
-            a name on a hub (a string), a mapping with a config's entries, or a transformers config.
+            a name on a hub (a string), `config:NAME` (a config that ships with Inferplane, without weights), a
+            mapping with a config's entries, or a transformers config.
         configs: of a name on a hub only the config is downloaded, if it is not in the cache.
         check: called with the folder of a name's configs, or a GGUF file with its header alone, before weights are
             downloaded; may raise.
@@ -64,7 +66,9 @@ class ModelFiles:
         self._gguf: GGUFModel | None = None
         self._source: SafetensorsFolder | GGUFSource | None = None
         self.exported: Manifest | None = None
-        if isinstance(model, (str, Path)):
+        if isinstance(model, str) and model.startswith(PREFIX):
+            self.config, self.name = settle_architecture(read_shipped_config(model), host().models()), model
+        elif isinstance(model, (str, Path)):
             self.name = str(model)
             path = SHIPPED.get(str(model)) or Path(model).expanduser()
             if isinstance(model, str) and not path.exists() and (name := parse_name(model)):
