@@ -49,7 +49,7 @@ def to_hf_state(model: Model) -> dict[str, Tensor]:
         stem, _, leaf = full.rpartition(".")
         if leaf == "gate":
             state[f"{stem}.gate.weight"] = value
-        elif leaf == "bias":
+        elif full.endswith(".mlp.bias"):
             state[f"{stem}.gate.e_score_correction_bias"] = value
         elif leaf == "w13":
             for e in range(value.shape[0]):
@@ -73,7 +73,7 @@ def from_hf_state(cfg: Config, state: dict[str, Tensor]) -> Model:
         experts = range(cfg.n_routed_experts)
         if leaf == "gate":
             ours[name] = state[f"{stem}.gate.weight"]
-        elif leaf == "bias":
+        elif full.endswith(".mlp.bias"):
             ours[name] = state[f"{stem}.gate.e_score_correction_bias"]
         elif leaf == "w13":
             pairs = [[state[f"{stem}.experts.{e}.{p}_proj.weight"] for p in ("gate", "up")] for e in experts]

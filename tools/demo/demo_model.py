@@ -164,11 +164,13 @@ class Attention(nn.Module):
         self.o_proj = Matrix(heads * cfg.v_head_dim, cfg.hidden_size, gain=0.1)
         self.register_buffer("turn", quarter_turn(cfg.qk_rope_head_dim), persistent=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [B, T, D] -> [B, T, D]; causal within each of the B sequences."""
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x [B, T, D] -> queries and keys [B * heads, T, width], values [B * heads, T, v_head_dim], and the latent
+        of the queries [B, T, q_lora_rank]."""
         cfg, (b, t, _) = self.cfg, x.shape
         heads, nope, rope, v_dim = cfg.num_attention_heads, cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).view(b, t, heads, nope + rope)
+        q_latent = self.q_a_layernorm(self.q_a_proj(x))
+        q = self.q_b_proj(q_latent).view(b, t, heads, nope + rope)
         q_nope, q_rope = q.split((nope, rope), dim=-1)
         latent, k_rope = self.kv_a_proj_with_mqa(x).split((cfg.kv_lora_rank, rope), dim=-1)
         kv = self.kv_b_proj(self.kv_a_layernorm(latent)).view(b, t, heads, nope + v_dim)
@@ -177,8 +179,18 @@ class Attention(nn.Module):
         q = torch.cat((q_nope, rotate(q_rope, cos, sin, self.turn)), dim=-1)
         k = torch.cat((k_nope, k_rope), dim=-1)
         q, k, v = (x.transpose(1, 2).reshape(b * heads, t, -1) for x in (q, k, v))
-        out = causal_attention(q, k, v).view(b, heads, t, v_dim)
-        return self.o_proj(out.transpose(1, 2).reshape(b, t, heads * v_dim))
+        return q, k, v, q_latent
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [B, T, D] -> [B, T, D]; causal within each of the B sequences."""
+        q, k, v, _ = self.project(x, cos, sin)
+        return self.join(causal_attention(q, k, v), x.shape[0])
+
+    def join(self, out: Tensor, sequences: int) -> Tensor:
+        """The heads' results [B * heads, T, v_head_dim] -> [B, T, D]."""
+        heads, width = self.cfg.num_attention_heads, self.cfg.v_head_dim
+        out = out.view(sequences, heads, -1, width).transpose(1, 2)
+        return self.o_proj(out.reshape(sequences, -1, heads * width))
 
 
 class GatedMLP(nn.Module):
