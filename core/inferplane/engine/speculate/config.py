@@ -113,6 +113,8 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "method", DRAFT_ALIASES.get(self.method, self.method))
         strategies, policies = get_args(VerifyStrategy), get_args(AcceptPolicy)
+        defaults = {f.name: f.default for f in fields(self)}
+        _check_types({name: getattr(self, name) for name in defaults}, defaults)
         if self.method not in NETWORK_METHODS:
             check_method(self.method, self.options)
         elif self.options:
@@ -136,6 +138,12 @@ class SpeculativeConfig:
         for name, low, high in ranges:
             if not low <= getattr(self, name) <= high:
                 raise UsageError(f"{name} = {getattr(self, name)!r}.", there_is=f"{low} to {high}")
+        changed = [name for name in defaults if name.startswith("suffix_") and getattr(self, name) != defaults[name]]
+        if self.method != "suffix" and changed:
+            what = (
+                f"{changed[0]} = {getattr(self, changed[0])!r} with method = {self.method!r}, which does not read it."
+            )
+            raise UsageError(what, remedy="leave it out, or choose method 'suffix'")
         if self.method != "mtp" and (self.model is not None) != (self.method in ("draft_model", "eagle")):
             raise UsageError(
                 f"method = {self.method!r} with model = {self.model!r}.",
@@ -178,13 +186,6 @@ class SpeculativeConfig:
             raise UsageError(f"speculative_config has method = {method!r}.", there_is=", ".join(list_methods()))
         if not isinstance(named.get("options", {}), Mapping):
             raise UsageError(f"options = {named['options']!r:.80}.", there_is="mappings of a plugin's own options")
-        for name, number in named.items():
-            if type(known[name]) is int:
-                as_integer(name, number, 0)
-            elif type(known[name]) is bool:
-                as_bool(name, number)
-            elif type(known[name]) is float:
-                as_number(name, number)
         return cls(**named)
 
     @property
@@ -193,6 +194,17 @@ class SpeculativeConfig:
         depend on it, as those of draft layers do.
         """
         return self.method in ("mtp", "eagle")
+
+
+def _check_types(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raise UsageError for a value of another type than its default, where that is a number or a switch."""
+    for name, value in values.items():
+        if type(defaults[name]) is int:
+            as_integer(name, value, 0)
+        elif type(defaults[name]) is bool:
+            as_bool(name, value)
+        elif type(defaults[name]) is float:
+            as_number(name, value)
 
 
 def with_draft(options: RunnerOptions, config: SpeculativeConfig | None, *, configs: bool = False) -> RunnerOptions:

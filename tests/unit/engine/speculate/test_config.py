@@ -23,3 +23,23 @@ def test_a_method_by_each_of_its_names(name):
 def test_other_methods_are_refused(name):
     with pytest.raises(UsageError, match="ngram, suffix, draft_model, mtp, eagle"):
         SpeculativeConfig(name)
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("num_speculative_tokens", "2"), ("prompt_lookup_max", 2.0), ("adaptive", "no"), ("only_if_faster", 1),
+    ("suffix_decoding_max_spec_factor", "1"), ("verify_window", None),
+])  # fmt: skip
+def test_values_of_other_types_are_refused(name, value):
+    with pytest.raises(UsageError, match=rf"{name} = {value!r}"):
+        SpeculativeConfig("suffix", **{name: value})
+    with pytest.raises(UsageError, match=rf"{name} = {value!r}"):
+        SpeculativeConfig.of({"method": "suffix", name: value})
+
+
+@pytest.mark.parametrize("method", ["ngram", "mtp"])
+def test_options_of_suffix_drafting_are_refused_with_other_methods(method):
+    """Their defaults are no options: settings may pass them all."""
+    with pytest.raises(UsageError, match=r"suffix_decoding_max_tree_depth = 8 .* choose method 'suffix'"):
+        SpeculativeConfig(method, suffix_decoding_max_tree_depth=8)
+    assert SpeculativeConfig(method, suffix_decoding_max_tree_depth=24).method == method
+    assert SpeculativeConfig("suffix", suffix_decoding_max_tree_depth=8).suffix_decoding_max_tree_depth == 8
