@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from inferplane import LLM, SamplingParams
-from inferplane.errors import CheckpointError
+from inferplane.errors import CheckpointError, UsageError
 from inferplane.models import Build, Config, build
 from inferplane.types import IndexedCache
 from tests.e2e.checkpoints import FP8, edit_config, encode_fp8
@@ -115,12 +115,34 @@ def test_memory_is_the_sum_of_its_groups(kv_dtype, tmp_path):
         assert len(llm.generate(prompts(160, (70,)), SamplingParams(max_tokens=8, ignore_eos=True))[0].token_ids) == 8
 
 
+@pytest.mark.parametrize(("own", "cache", "stored", "spread"), [
+    ("auto", "fp8", "fp8", True), ("none", "fp8", "auto", False), ("int8", "auto", "int8", True),
+    ("fp8", "int4", "fp8", True), ("none", "int4", "auto", False),
+])  # fmt: skip
+def test_index_keys_have_a_dtype_of_their_own(own, cache, stored, spread, tmp_path):
+    """Entries beside them have the cache's; only quantized keys go through a Hadamard matrix first."""
+    make("glm_moe_dsa", "shared", tmp_path)
+    options = {**OPTIONS, "dtype": "bfloat16", "kv_cache_dtype": cache, "index_key_dtype": own}
+    with LLM(tmp_path, **options) as llm:
+        layouts = {request.kind: layout.kv_dtype for request, layout in llm.runner.plan.layouts.items()}
+        assert layouts == {"mla": cache, "index_keys": stored}
+        indexers = [layer.attn.indexer for layer in llm.runner.model.layers if layer.attn.indexer is not None]
+        assert {one.spread is not None for one in indexers} == {spread}
+        assert len(llm.generate(prompts(160, (70,)), SamplingParams(max_tokens=8, ignore_eos=True))[0].token_ids) == 8
+
+
+def test_other_dtypes_of_index_keys_are_refused(tmp_path):
+    make("glm_moe_dsa", "shared", tmp_path)
+    with pytest.raises(UsageError, match=r"index_key_dtype = 'int4'.*'auto', 'none', 'fp8', 'int8'"):
+        LLM(tmp_path, **OPTIONS, index_key_dtype="int4")
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"indexer_types": ["shared", "full"]}, "the first layer has no indexer"),
         ({"indexer_types": ["full"]}, "indexer_types is not a list of 2 names"),
-        ({"indexer_types": None, "index_topk_pattern": "FSF"}, "index_topk_pattern is not a string of 2 letters"),
+        ({"indexer_types": None, "index_topk_pattern": "F"}, "index_topk_pattern is not a string of 2 letters"),
         ({"index_head_dim": 8}, "index_head_dim = 8 is less than the qk_rope_head_dim = 16"),
     ],
 )

@@ -164,6 +164,7 @@ def export(demo: Path, work: Path, out: Path) -> None:
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir()
     save_file(stored_tensors(saved["state"]), new / "model.safetensors", metadata={"format": "pt"})
+    (new / "model.safetensors").chmod(0o644)  # safetensors keeps its files private
     write_json(new / "config.json", to_hf(cfg, index, fp8=True))
     for name in TEXT_FILES:
         shutil.copy(demo / name, new)

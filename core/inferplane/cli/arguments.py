@@ -33,7 +33,7 @@ MOST_COLUMNS = 100
 DRAFTS = 3
 LEAST_LIKENESS, ALMOST_EQUAL = 0.7, 0.85
 """Of an unknown option and the one that is suggested, without their dashes: `--task` is not `--tls-key`."""
-BINDING = ("dtype", "kv_cache_dtype", "quantization", "head_format", "max_model_len")
+BINDING = ("dtype", "kv_cache_dtype", "index_key_dtype", "quantization", "head_format", "max_model_len")
 """Options of the engine that decide which kernels are bound, beside the device and pins."""
 LONG_NAMES = {"-n": "--n-predict"}
 """Short options of other engines that are a parameter's name here, and so are no rows of `other_engines`."""

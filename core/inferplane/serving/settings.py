@@ -63,6 +63,7 @@ class ServerSettings:
     index: int = _model_option("index", range=(0, None))
     dtype: str = _model_option("dtype")
     kv_cache_dtype: str = _model_option("kv_cache_dtype")
+    index_key_dtype: str = _model_option("index_key_dtype")
     quantization: str | None = _model_option("quantization", choices=tuple(QUANTIZATIONS))
     head_format: str = _model_option("head_format")
     load_format: str = _model_option("load_format")

@@ -51,6 +51,7 @@ ROLES: Mapping[Role, str] = {
     "agrees": "agree",
 }
 OF_EACH = ("device", "dtype", "quantization", "kv_cache_dtype")
+OF_MODEL = ("index_key_dtype", "head_format")
 """Options that the reference has too, as `--against-...`."""
 
 
@@ -74,7 +75,7 @@ def add_arguments(parser: Parser) -> None:
     add_json(parser)
     group = parser.add_argument_group("where and how MODEL runs")
     add_device(group)
-    for name in ("dtype", "kv_cache_dtype", "quantization", "head_format"):
+    for name in ("dtype", "kv_cache_dtype", "index_key_dtype", "quantization", "head_format"):
         add_option(group, name)
     words = "pin a site or op to a provider, a variant, reference or decomposition; repeatable"
     group.add_argument("--op", metavar="WHAT=PROVIDER", action="append", default=[], dest="ops", help=words)
@@ -106,7 +107,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     texts = TextWindows.of(args)
     shared = {"strict": args.strict, "max_num_seqs": 1}
     shared |= {"max_model_len": texts.tokens, "max_num_batched_tokens": texts.tokens}
-    own = {**shared, **{name: getattr(args, name) for name in (*OF_EACH, "head_format")}, "ops": pins(args.ops)}
+    own = {**shared, **{name: getattr(args, name) for name in (*OF_EACH, *OF_MODEL)}, "ops": pins(args.ops)}
     given = {name: getattr(args, f"against_{name}") for name in OF_EACH}
     given = {name: value for name, value in given.items() if value is not None}
     other = {
@@ -149,7 +150,7 @@ def _load(model: str, options: dict[str, Any], screen: Screen, *, parts: bool) -
         from inferplane.engine import ModelFiles, Runner, RunnerOptions
         from inferplane.plugins import host
 
-        names = ("dtype", "quantization", "kv_cache_dtype", "head_format", "max_model_len")
+        names = ("dtype", "quantization", "kv_cache_dtype", *OF_MODEL, "max_model_len")
         planned = RunnerOptions(**{name: options[name] for name in names if name in options})
         tree = Runner.plan_only(ModelFiles(model, configs=True), host(), options["device"], planned).model
         options = {**options, "ops": find_part_pins(tree, options["ops"])}
@@ -168,7 +169,7 @@ def _name_options_of_reference(given: dict[str, Any]) -> Iterator[None]:
 
 def _list_settings(of: str, options: dict[str, Any]) -> list[tuple[str, str]]:
     """What the page says of a model's options."""
-    names = (*OF_EACH, "head_format", "ops")
+    names = (*OF_EACH, *OF_MODEL, "ops")
     shown = {name: options.get(name) for name in names}
     return [(f"{of}: {name.replace('_', ' ')}", _in_words(value)) for name, value in shown.items() if value]
 

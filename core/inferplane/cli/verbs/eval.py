@@ -1,9 +1,9 @@
 """Measure a model's perplexity on texts, and how far it is from another model.
 
 --against names the reference, such as the model that a copy was quantized from. It runs on the same device, without
---quantization and --kv-cache-dtype. Then the ratio of perplexities, the Kullback-Leibler divergence and the share of
-equal first choices are printed with 95 % intervals. A prompt attends to the entries of the cache, so a quantized cache
-counts.
+--quantization, --kv-cache-dtype and --index-key-dtype. Then the ratio of perplexities, the Kullback-Leibler
+divergence and the share of equal first choices are printed with 95 % intervals. A prompt attends to the entries of
+the cache, so a quantized cache counts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from inferplane.audit import Evaluation
 
 SCHEMA = 1
-OF_THE_MODEL = ("quantization", "kv_cache_dtype")
+OF_THE_MODEL = ("quantization", "kv_cache_dtype", "index_key_dtype")
 """Options that the reference does not get."""
 
 

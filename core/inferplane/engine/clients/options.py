@@ -19,6 +19,7 @@ from inferplane.engine.request.arguments import (
     DRAFT_ALIASES,
     DRAFT_METHODS,
     HEAD_FORMATS,
+    INDEX_KEY_DTYPES,
     MAX_CANDIDATES,
     MAX_INTEGER,
     MAX_LOOKUP_TOKENS,
@@ -95,6 +96,8 @@ class EngineOptions:
         kv_cache_dtype: how the KV cache stores entries: auto (as dtype), fp8, int8, int4, k8v4 (keys in int8, values
             in int4) where the backend has them; fp8_static, int8_static: with the checkpoint's scales, one a layer, on
             any backend; c8 in the name of a quantization decides it.
+        index_key_dtype: how layers with sparse attention store the keys by which they choose tokens: auto (as
+            kv_cache_dtype, in at least 8 bits), fp8, int8, none (as dtype).
         quantization: quantize linear weights while they are read: weight_only_int8, weight_only_int4,
             weight_only_mxfp4, weight_only_nvfp4, a8w8 (int8, and activations in int8 where a kernel quantizes them),
             a8w8c8 (that, and a KV cache in int8), a8w8_fp8 (FP8 in blocks of 128 x 128, activations in FP8 where a
@@ -142,6 +145,7 @@ class EngineOptions:
         None, "WHAT=PROVIDER", types=(Mapping, type(None)), form="a mapping of site or op name -> provider"
     )
     kv_cache_dtype: str = _name("auto", "D")
+    index_key_dtype: str = _option("auto", "D", choices=INDEX_KEY_DTYPES)
     quantization: str | None = _option(None, "Q")
     head_format: str = _option("auto", "F", choices=HEAD_FORMATS)
     kv_cache_bytes: int | None = _option(None, "SIZE", minimum=0, maximum=MAX_BYTES)

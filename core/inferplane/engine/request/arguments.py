@@ -215,6 +215,8 @@ QUANTIZATIONS = {
     "a8w8_fp8_wint4": "auto",
 }
 """Name -> `kv_cache_dtype` that belongs to it: c8 is a cache in 8 bits, of the kind of the products; auto: any."""
+INDEX_KEY_DTYPES = ("auto", "none", "fp8", "int8")
+"""Values of `index_key_dtype`; auto: as the cache, with at least 8 bits; none: as activations."""
 HEAD_FORMATS = ("auto", "int8", "int4", "none")
 """Values of `head_format`; auto: as the quantization has it."""
 ASYNC_SCHEDULING = ("auto", "on", "off")

@@ -67,8 +67,8 @@ def kv_layouts_for(
     """The layouts that the cache of one kind of layer may have: those of the device with the KV dtype and the block
     size of the options. Binding then picks one that the attention kernels read.
 
-    Index keys have a scale a token and at least 8 bits, whatever the entries beside them have: which tokens are read
-    depends on them.
+    Index keys have a scale a token, and the dtype of `index_key_dtype`, or at least 8 bits whatever the entries beside
+    them have: which tokens are read depends on them.
 
     Args:
         backend: of the device; core's paged layouts if it has none of its own.
@@ -88,7 +88,8 @@ def kv_layouts_for(
     ]
     kv_dtype = options.kv_cache_dtype.removesuffix(STATIC_SUFFIX)
     if is_index := request.kind == INDEX_KEYS:
-        kv_dtype = "int8" if kv_dtype in INT4_DTYPES else kv_dtype
+        as_cache = "int8" if kv_dtype in INT4_DTYPES else kv_dtype
+        kv_dtype = {"auto": as_cache, "none": "auto"}.get(options.index_key_dtype, options.index_key_dtype)
     fitting = [x for x in known if x.kv_dtype == kv_dtype]
     if is_index:
         portable = [paged_layout(known[0].block_tokens, kv_dtype)] if kv_dtype in list_kv_dtypes(request) else []

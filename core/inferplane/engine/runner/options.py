@@ -54,6 +54,7 @@ class RunnerOptions:
 
     dtype: str | torch.dtype = "auto"
     kv_cache_dtype: str = "auto"
+    index_key_dtype: str = "auto"
     quantization: str | None = None
     head_format: str = "auto"
     max_model_len: int | None = None
@@ -82,9 +83,10 @@ class RunnerOptions:
         object.__setattr__(self, "kv_cache_dtype", resolve_kv_cache_dtype(self.quantization, self.kv_cache_dtype))
 
     @property
-    def has_quantized_cache(self) -> bool:
-        """Whether entries of the cache have fewer bits than activations."""
-        return self.kv_cache_dtype != "auto"
+    def has_quantized_index_keys(self) -> bool:
+        """Whether the index keys of sparse attention have fewer bits than activations."""
+        own = self.index_key_dtype
+        return self.kv_cache_dtype != "auto" if own == "auto" else own != "none"
 
     @property
     def has_own_mtp(self) -> bool:

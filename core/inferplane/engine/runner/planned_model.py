@@ -122,7 +122,7 @@ class PlannedModel(DeviceModel):
             rows, unread, length = formats_read_by_row(self), list(found.unread), self.max_model_len
             mtp, quants = self.options.has_own_mtp, found.activation_quants
             plans = Build(config, self.placement, found.format_of, length, mtp, unread, quants, rows, found.widths_of)
-            plans = replace(plans, rotates_index_keys=self.options.has_quantized_cache)
+            plans = replace(plans, rotates_index_keys=self.options.has_quantized_index_keys)
             return build(plans, self.host.models()), plans.ignored
 
         (base, ignored), self.read = build_as_read(self, config, scheme, names, make, lambda made: made[:1])

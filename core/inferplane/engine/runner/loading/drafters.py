@@ -121,7 +121,7 @@ def _build_mtp(planned: DeviceModel, model: CausalLM, files: ModelFiles) -> Draf
 
         place, positions, rows = planned.placement, planned.max_model_len, formats_read_by_row(planned)
         build = Build(config, place, format_of, positions, True, [], found.activation_quants, rows)
-        build = replace(build, rotates_index_keys=planned.options.has_quantized_cache)
+        build = replace(build, rotates_index_keys=planned.options.has_quantized_index_keys)
         return mtp.mtp_layers(model, build, stored, copies, planned.host.models())
 
     layers, read = build_as_read(planned, config, scheme, names, make, lambda made: made.layers)
