@@ -220,8 +220,8 @@ def real_rows(got: Any, expected: Any, args: tuple[Any, ...], batch: Batch) -> A
     if any(isinstance(arg, torch.Tensor) and arg.shape[:1] == batch.seq_lens.shape for arg in args):
         more = {batch.seq_lens.shape[0]: PADDED_SEQUENCES, **more}
 
-    def drop_padding(g: Any, u: torch.Tensor) -> Any:
-        n = u.shape[0] if u.dim() else 0
+    def drop_padding(g: Any, u: torch.Tensor | None) -> Any:
+        n = u.shape[0] if u is not None and u.dim() else 0
         if n not in more:
             return g
         high = isinstance(g, torch.Tensor) and g.shape[:1] == (n + more[n],)
@@ -243,6 +243,10 @@ def shape_error(got: Any, expected: Any) -> str:
     if len(results) != len(expected_results):
         return f"{len(results)} results instead of {len(expected_results)}"
     for i, (g, u) in enumerate(zip(results, expected_results, strict=True)):
+        if g is None and u is None:
+            continue
+        if u is None:
+            return f"result {i} is {type(g).__name__} instead of nothing"
         if not isinstance(g, torch.Tensor):
             return f"result {i} is {g if isinstance(g, str) else type(g).__name__}, not a tensor"
         if tuple(g.shape) != tuple(u.shape):

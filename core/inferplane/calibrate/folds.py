@@ -105,7 +105,7 @@ def _of_experts(op: Op) -> Iterator[Fold]:
         yield Fold((ProductKey(id(down), e),), inner, (FoldedRows(up, inner, e),))
 
 
-EXPERT_FIELDS = {"gate_up", "down", "partial", "act", "limit"}
+EXPERT_FIELDS = {"gate_up", "down", "partial", "act", "limit", "limits_input"}
 """Fields of experts whose meaning is known here; others, such as biases and clamps, may not allow a fold."""
 
 

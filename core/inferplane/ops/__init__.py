@@ -16,6 +16,9 @@ from inferplane.ops.forms.rotated_activation import RotatedActivation, make_hada
 from inferplane.ops.forms.rotation import PartialRope, PrepareAttention
 from inferplane.ops.forms.scaled import ScaledEmbedding, ScaledHead
 from inferplane.ops.forms.shortcut import ShortcutLayer
+from inferplane.ops.hash_moe import HashMoE, HashRoute
+from inferplane.ops.hyper.connections import HyperCollapse, HyperHead, HyperPost, HyperPre, Sinkhorn
+from inferplane.ops.hyper.layer import HyperLayer, HyperNorm, StreamEmbedding
 from inferplane.ops.kv_write import KVWrite
 from inferplane.ops.linear import GatedMLP, Linear, LMHead, SiluMul
 from inferplane.ops.mla import MLAAbsorbed, MLABlock, MLADims, MLAExpanded, MLAKVWrite, MLANormRopeWrite
@@ -71,7 +74,15 @@ __all__ = [
     "GatedDeltaRule",
     "GatedMLP",
     "GatedRMSNorm",
+    "HashMoE",
+    "HashRoute",
     "HybridBlock",
+    "HyperCollapse",
+    "HyperHead",
+    "HyperLayer",
+    "HyperNorm",
+    "HyperPost",
+    "HyperPre",
     "IndexDims",
     "IndexKeyWrite",
     "IndexSelect",
@@ -113,9 +124,11 @@ __all__ = [
     "ShortcutLayer",
     "SiluGate",
     "SiluMul",
+    "Sinkhorn",
     "SparseMLAAbsorbed",
     "SparseMLABlock",
     "SparseMLAExpanded",
+    "StreamEmbedding",
     "WidthRMSNorm",
     "Workload",
     "choose_positions",

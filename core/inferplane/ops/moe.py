@@ -18,6 +18,7 @@ from inferplane.ops.forms.mlp import MLP
 from inferplane.ops.linear import GatedMLP, Linear
 from inferplane.ops.op import (
     BLOCK,
+    EXTENSIONS,
     Comparison,
     Cost,
     Op,
@@ -37,14 +38,17 @@ TUNING_EXPERTS = 8
 
 NONZERO = 1e-20
 """Added to sums of scores, which are 0 if all scores are too small for float32."""
+SQRT_SOFTPLUS = "moe_route.sqrtsoftplus"
+"""The extension of routes whose scores are neither sigmoids nor a softmax."""
+EXTENSIONS.add(SQRT_SOFTPLUS)
 
 
 class MoERoute(Op, name="moe_route"):
     """Choose `top_k` experts per token and their weights from the router's logits, in float32.
 
-    `score = sigmoid(logits)` or `softmax(logits)`; `choice = score + bias` (the bias affects the choice alone). With
-    groups, only the best `top_groups` groups remain; a group's score is the sum of its two best choices ("top2") or
-    its best one ("max").
+    `score = sigmoid(logits)`, `softmax(logits)` or, as "sqrtsoftplus", `sqrt(ln(1 + exp(logits)))`;
+    `choice = score + bias` (the bias affects the choice alone). With groups, only the best `top_groups` groups remain;
+    a group's score is the sum of its two best choices ("top2") or its best one ("max").
     `ids = topk(choice)`; `weights = score[ids]`, divided when `renormalize` by `max(sum, least_sum) + sum_eps`, times
     `factor`.
     With `jitter` e, a logit counts as near the largest m if it is at most `2 e max(|logit|, m)` below it. The largest
@@ -63,7 +67,7 @@ class MoERoute(Op, name="moe_route"):
     Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2 (sigmoid, bias, groups); DeepSeek-V2, arXiv 2405.04434
     (softmax, device-limited groups); Mixtral, arXiv 2401.04088 (softmax, top-k, renormalized); ERNIE 4.5 technical
     report (softmax, bias, least sum); SparseMixer-v2, arXiv 2409.12136 (jitter); LFM2, arXiv 2511.23404 (sum_eps, which
-    is 1e-6 in the Lfm2MoeTopKRouter of transformers).
+    is 1e-6 in the Lfm2MoeTopKRouter of transformers); "sqrtsoftplus": transformers' DeepseekV4TopKRouter.
     """
 
     compares_entries = False
@@ -71,7 +75,7 @@ class MoERoute(Op, name="moe_route"):
 
     bias: Weight | None
     top_k: int
-    score: Literal["sigmoid", "softmax"] = "softmax"
+    score: Literal["sigmoid", "softmax", "sqrtsoftplus"] = "softmax"
     groups: int = 1
     top_groups: int = 1
     group_score: Literal["top2", "max"] = "max"
@@ -85,7 +89,7 @@ class MoERoute(Op, name="moe_route"):
         h = logits.float()
         if self.jitter:
             return _choose_among_near(h, self.top_k, self.jitter)
-        score = h.sigmoid() if self.score == "sigmoid" else h.softmax(-1)
+        score = score_experts(h, self.score)
         choice = score if self.bias is None else score + values(self.bias)  # type: ignore[arg-type]
         if self.groups > 1:
             by_group = choice.view(choice.shape[0], self.groups, -1)
@@ -98,6 +102,10 @@ class MoERoute(Op, name="moe_route"):
             total = weights.sum(-1, keepdim=True).clamp_min(self.least_sum) + self.sum_eps
             weights = weights / (total + NONZERO)
         return weights * self.factor, ids
+
+    def own_extensions(self) -> frozenset[str]:
+        """See `Op.own_extensions`; with `SQRT_SOFTPLUS` where it takes these scores."""
+        return super().own_extensions() | ({SQRT_SOFTPLUS} if self.score == "sqrtsoftplus" else set())
 
     @classmethod
     def compare(cls, got: Any, want: Any) -> Comparison:
@@ -129,8 +137,17 @@ class MoERoute(Op, name="moe_route"):
             Sample("jitter", MoERoute(None, 2, jitter=0.2), logits(17, 16)),
             Sample("least_sum", MoERoute(placeholder(16), 2, "softmax", least_sum=0.3), logits(17, 16)),
             Sample("sum_eps", MoERoute(placeholder(16), 3, "sigmoid", sum_eps=1e-6), logits(17, 16, -14)),
+            Sample("v4", MoERoute(placeholder(16), 4, "sqrtsoftplus", factor=1.5), logits(9, 16)),
+            Sample("v4_far", MoERoute(None, 3, "sqrtsoftplus"), logits(9, 16, -30)),
             Sample("both_sums", replace(v2, renormalize=True, least_sum=0.3, sum_eps=0.1), logits(9, 16)),
         ]
+
+
+def score_experts(logits: torch.Tensor, score: str) -> torch.Tensor:
+    """The scores of experts by logits float32 `[T, E]`, as `MoERoute` defines them."""
+    if score == "sqrtsoftplus":
+        return F.softplus(logits).sqrt()
+    return logits.sigmoid() if score == "sigmoid" else logits.softmax(-1)
 
 
 def _choose_among_near(logits: torch.Tensor, top_k: int, jitter: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,7 +166,8 @@ class MoEExperts(Op, name="moe_experts", hot=True):
     """The chosen experts' gated MLPs: `y[t] = sum_j weights[t, j] down_e(silu(gate_e(x)) * up_e(x))`, `e = ids[t, j]`.
 
     With `act` they have no gate: `y[t] = sum_j weights[t, j] down_e(act(up_e(x)))`. With `limit` the activated gate is
-    at most that, and the other factor at most that in magnitude.
+    at most that, and the other factor at most that in magnitude; with `limits_input` the gate is limited before it is
+    activated.
     Sums in float32, rounded once. Only chosen experts are read; counts stay on the device. With `partial`, an id of -1
     is an expert on another rank and adds nothing. `MoE`, which knows the number of experts per token, counts the cost.
 
@@ -161,10 +179,11 @@ class MoEExperts(Op, name="moe_experts", hot=True):
 
     Fields: `gate_up` `[E, 2 I, D]` (gate rows first), with `act` `[E, I, D]`, `down` `[E, D, I]`: stacked, read from
     per-expert names; `partial` if other ranks have further experts; `act` a function of `activation`, or "";
-    `limit` or None.
+    `limit` or None; `limits_input`.
 
     Source: Mixtral, arXiv 2401.04088; DeepSeekMoE, arXiv 2401.06066; without a gate: Nemotron 3 Nano, arXiv 2512.20848;
-    limits: Step 3.7 (transformers' Step3p7TextConfig).
+    limits: Step 3.7 (transformers' Step3p7TextConfig); before the activation: DeepSeek-V4 (transformers'
+    DeepseekV4Experts).
     """
 
     tolerance = BLOCK
@@ -175,6 +194,7 @@ class MoEExperts(Op, name="moe_experts", hot=True):
     partial: bool = False
     act: str = extension("")
     limit: float | None = extension(None)
+    limits_input: bool = extension(False)
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(x, dtype=torch.float32)
@@ -187,7 +207,7 @@ class MoEExperts(Op, name="moe_experts", hot=True):
                 h = ACTIVATIONS[self.act](h)
             else:
                 gate, up = h.chunk(2, -1)
-                h = multiply_gate(F.silu(gate), up, self.limit)
+                h = multiply_gate("silu", gate, up, self.limit, self.limits_input)
             y = F.linear(h, expert_values(self.down, e))
             out.index_add_(0, token, y * weights[token, j, None])
         return out.to(x.dtype)
@@ -234,6 +254,7 @@ class MoEExperts(Op, name="moe_experts", hot=True):
             Sample("relu2_t1", replace(plain, gate_up=placeholder(6, 48, 64), act="relu2"), inputs(1, 2), "decode"),
             Sample("limit_t1", replace(plain, limit=0.2), inputs(1, 2), "decode"),
             Sample("limit", replace(plain, limit=0.2), inputs(11, 3)),
+            Sample("limits_input", replace(plain, limit=0.2, limits_input=True), inputs(11, 3)),
             Sample("relu2", replace(plain, gate_up=placeholder(6, 48, 64), act="relu2"), inputs(11, 3)),
         ]
 
@@ -303,13 +324,8 @@ class MoE(Op, name="moe"):
 
     def cost(self, load: Workload) -> Cost:
         """Router, shared MLP with its gate, and the chosen experts: at most `tokens * top_k` of them are read."""
-        experts = self.experts.gate_up.shape[0]
-        touched = min(experts, load.tokens * self.route.top_k)
-        one = self.experts.gate_up.nbytes(load.dtype) / experts + self.experts.down.nbytes(load.dtype) / experts
-        entries = math.prod(self.experts.gate_up.shape) + math.prod(self.experts.down.shape)
-        flops = 2.0 * load.tokens * self.route.top_k * entries / experts
         others = [op.cost(load) for op in (self.router, self.shared, self.shared_gate) if op is not None]
-        return sum(others, Cost(touched * one, flops))
+        return sum(others, cost_of_experts(self.experts, self.route.top_k, load))
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
@@ -353,3 +369,12 @@ class MoE(Op, name="moe"):
             Sample("identities_t1", returning, lambda d: (d.normal(1, 64),)),
             Sample("identities", replace(returning, shared=None), lambda d: (d.normal(13, 64),)),
         ]
+
+
+def cost_of_experts(experts: MoEExperts | ClampedExperts, chosen: int, load: Workload) -> Cost:
+    """The cost of the chosen experts: at most `tokens * chosen` of them are read."""
+    count = experts.gate_up.shape[0]
+    touched = min(count, load.tokens * chosen)
+    one = experts.gate_up.nbytes(load.dtype) / count + experts.down.nbytes(load.dtype) / count
+    entries = math.prod(experts.gate_up.shape) + math.prod(experts.down.shape)
+    return Cost(touched * one, 2.0 * load.tokens * chosen * entries / count)

@@ -374,9 +374,11 @@ def as_tuple(result: Any) -> tuple[Any, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Largest absolute difference over the largest absolute expected value; infinite if shapes differ or NaN or Inf
-    occurs."""
+def relative_error(got: torch.Tensor | None, want: torch.Tensor | None) -> float:
+    """Largest absolute difference over the largest absolute expected value; infinite if shapes differ, NaN or Inf
+    occurs, or one of them alone is None."""
+    if got is None or want is None:
+        return 0.0 if got is want else float("inf")
     if tuple(got.shape) != tuple(want.shape):
         return float("inf")
     if want.numel() == 0:

@@ -30,7 +30,9 @@ def faulty(op, change):
     def call(view, *args):
         result = view.body(*args)
         one = not isinstance(result, tuple)
-        changed = tuple(change(t) if t.dtype in OP_DTYPES else t for t in ((result,) if one else result))
+        changed = tuple(
+            change(t) if t is not None and t.dtype in OP_DTYPES else t for t in ((result,) if one else result)
+        )
         return changed[0] if one else changed
 
     call.__signature__ = inspect.signature(OPS[op].__call__)

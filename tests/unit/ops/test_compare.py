@@ -37,7 +37,7 @@ def test_compare_catches_permutations_and_other_weights(sample):
     op, want = sample.op, result(sample)
     same = op.compare(*(r if len(r) > 1 else r[0] for r in (want, want)))
     assert same.error == 0
-    rolled = tuple(t.roll(1, 0) for t in want)
+    rolled = tuple(None if t is None else t.roll(1, 0) for t in want)
     other = result(sample, seed=1)
     for wrong in (rolled, other):
         got = op.compare(*(r if len(r) > 1 else r[0] for r in (wrong, want)))
@@ -53,6 +53,7 @@ def test_relative_error():
     zero = torch.zeros(3)
     assert relative_error(zero, zero) == 0 and relative_error(want, zero) == math.inf
     assert relative_error(torch.empty(0, 3), torch.empty(0, 3)) == 0
+    assert relative_error(None, None) == 0 and relative_error(None, want) == relative_error(want, None) == math.inf
 
 
 def test_compare_counts_results():

@@ -16,7 +16,8 @@ from inferplane.types import Kernels, When
 
 KERNELS = Kernels()
 ANY = When(dtypes=(torch.float32, torch.bfloat16, torch.float16))
-ROUTING = ("moe_route.least_sum", "moe_route.jitter", "moe_route.sum_eps")
+EXPERTS = ("moe_experts.act", "moe_experts.limit", "moe_experts.limits_input")
+ROUTING = ("moe_route.least_sum", "moe_route.jitter", "moe_route.sum_eps", "moe_route.sqrtsoftplus")
 
 
 @KERNELS("moe_route", "torch", when=replace(ANY, extensions=ROUTING), capture_safe=True, batch_invariant=True)
@@ -25,7 +26,7 @@ def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return MoERoute.__call__(view, logits)
 
 
-@KERNELS("moe_experts", "torch", when=replace(ANY, extensions=("moe_experts.act", "moe_experts.limit")))
+@KERNELS("moe_experts", "torch", when=replace(ANY, extensions=EXPERTS))
 def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """The op `moe_experts`: pairs of token and expert are sorted by expert, so that each expert's rows are one slice
     and only chosen experts are read; two products per expert; results are added up by token in float32. Waits for the
@@ -37,7 +38,7 @@ def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Te
         if view.act:
             return F.linear(ACTIVATIONS[view.act](h), view.down[e])
         gate, up = h.chunk(2, -1)
-        return F.linear(multiply_gate(F.silu(gate), up, view.limit), view.down[e])
+        return F.linear(multiply_gate("silu", gate, up, view.limit, view.limits_input), view.down[e])
 
     return _by_expert(x, weights, ids, view.gate_up.shape[0], compute_expert)
 

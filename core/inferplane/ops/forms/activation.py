@@ -18,17 +18,30 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 """Activation functions by name."""
 
 
-def multiply_gate(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> torch.Tensor:
-    """An activated gate times the other factor of a gated MLP; with a limit the gate is at most that, and the other
-    factor at most that in magnitude."""
-    return gate * up if limit is None else gate.clamp(max=limit) * up.clamp(-limit, limit)
+def multiply_gate(
+    function: str, gate: torch.Tensor, up: torch.Tensor, limit: float | None, limits_input: bool = False
+) -> torch.Tensor:
+    """The gated result of an MLP, `f(gate) * up`.
+
+    Args:
+        function: f, a name of `ACTIVATIONS`.
+        gate: `[T, I]`, not yet activated. up: `[T, I]`.
+        limit: bound of the gate from above and of `up` from both sides, or None.
+        limits_input: the bound of the gate is on what f reads, not on its result.
+    """
+    if limit is None:
+        return ACTIVATIONS[function](gate) * up
+    if limits_input:
+        return ACTIVATIONS[function](gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    return ACTIVATIONS[function](gate).clamp(max=limit) * up.clamp(-limit, limit)
 
 
 class ActivationMul(Op, name="activation_mul", extension=True):
     """`y = f(gate * factors[0]) * up * factors[1]` with `gate, up = x[..., :I], x[..., I:]`, in float32, rounded once.
 
-    With `limit` f's result is at most that, and up at most that in magnitude, before they are multiplied. Its cost is
-    not counted: it is fused into neighbouring ops wherever speed matters.
+    With `limit` f's result is at most that, and up at most that in magnitude, before they are multiplied; with
+    `limits_input` what f reads is at most that instead of its result. Its cost is not counted: it is fused into
+    neighbouring ops wherever speed matters.
 
     Args of the call:
         x: `[T, 2 I]`.
@@ -37,10 +50,11 @@ class ActivationMul(Op, name="activation_mul", extension=True):
         `[T, I]` in the dtype of `x`.
 
     Fields: `function` f: "gelu" (by the error function), "gelu_tanh" (its approximation), "relu2" (`max(x, 0)^2`),
-    "silu"; `factors`; `limit` or None.
+    "silu"; `factors`; `limit` or None; `limits_input`.
 
     Source: GEGLU, Shazeer, arXiv 2002.05202; GELU, arXiv 1606.08415; squared ReLU, arXiv 2109.08668; factors as in
-    Falcon-H1, arXiv 2507.22448; limits behind the activation as in Step 3.7 (transformers' Step3p7TextConfig).
+    Falcon-H1, arXiv 2507.22448; limits behind the activation as in Step 3.7 (transformers' Step3p7TextConfig), before
+    it as in DeepSeek-V4 (transformers' DeepseekV4MLP).
     """
 
     tolerance = ROUNDED
@@ -48,11 +62,13 @@ class ActivationMul(Op, name="activation_mul", extension=True):
     function: str
     factors: tuple[float, float] = extension((1.0, 1.0))
     limit: float | None = extension(None)
+    limits_input: bool = extension(False)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = x.float().chunk(2, -1)
         before, after = self.factors
-        return (multiply_gate(ACTIVATIONS[self.function](gate * before), up, self.limit) * after).to(x.dtype)
+        gated = multiply_gate(self.function, gate * before, up, self.limit, self.limits_input)
+        return (gated * after).to(x.dtype)
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
@@ -63,6 +79,11 @@ class ActivationMul(Op, name="activation_mul", extension=True):
             Sample("large", ActivationMul("gelu_tanh"), lambda d: (d.normal(5, 96, scale=40.0),)),
             Sample("factors", ActivationMul("silu", (0.3, 1.7)), lambda d: (d.normal(4, 96),)),
             Sample("limit", ActivationMul("silu", limit=0.4), lambda d: (d.normal(4, 96, scale=3.0),)),
+            Sample(
+                "limits_input",
+                ActivationMul("silu", limit=0.4, limits_input=True),
+                lambda d: (d.normal(4, 96, scale=3.0),),
+            ),
         ]
 
 

@@ -1,0 +1,1 @@
+"""Hyper-connections: several residual streams a token, mixed around each block."""
