@@ -4,6 +4,10 @@ from inferplane.ops.attention import Attention, GQABlock, NormRopeWrite, each_ra
 from inferplane.ops.basic import AddRMSNorm, Embedding, RMSNorm, Rope
 from inferplane.ops.clamped_experts import ClampedExperts, clamp_gate
 from inferplane.ops.collective import AllGather, AllReduce
+from inferplane.ops.compressed.attention import SharedKVAttention, attend_with_sinks
+from inferplane.ops.compressed.block import SharedKVBlock
+from inferplane.ops.compressed.output import GroupedLinear
+from inferplane.ops.compressed.rotation import SharedKVNormRopeWrite, SharedKVWrite, TailRope, weightless_norm
 from inferplane.ops.draw import Draw
 from inferplane.ops.eagle import Eagle3Layer, EagleLayer
 from inferplane.ops.formats import FORMATS, dequantize_rows, encode
@@ -74,6 +78,7 @@ __all__ = [
     "GatedDeltaRule",
     "GatedMLP",
     "GatedRMSNorm",
+    "GroupedLinear",
     "HashMoE",
     "HashRoute",
     "HybridBlock",
@@ -120,6 +125,10 @@ __all__ = [
     "ScaledEmbedding",
     "ScaledHead",
     "SelectiveScan",
+    "SharedKVAttention",
+    "SharedKVBlock",
+    "SharedKVNormRopeWrite",
+    "SharedKVWrite",
     "ShortConv",
     "ShortcutLayer",
     "SiluGate",
@@ -129,8 +138,10 @@ __all__ = [
     "SparseMLABlock",
     "SparseMLAExpanded",
     "StreamEmbedding",
+    "TailRope",
     "WidthRMSNorm",
     "Workload",
+    "attend_with_sinks",
     "choose_positions",
     "clamp_gate",
     "dequantize_rows",
@@ -143,4 +154,5 @@ __all__ = [
     "placeholder",
     "rotate_blocks",
     "values",
+    "weightless_norm",
 ]

@@ -37,6 +37,8 @@ KV_KINDS: dict[str, KVKind] = {
     "gqa": KVKind("gqa", lambda request: ((request.heads, request.dim), (request.heads, request.v_dim))),
     # One latent vector and one rotated key part for all heads, in one row.
     "mla": KVKind("mla", lambda request: ((request.dim,),)),
+    # One entry for all heads, which is key and value.
+    "shared_kv": KVKind("shared_kv", lambda request: ((request.dim,),)),
     # The key by which an indexer finds the tokens that sparse attention reads: one head, so one scale a token.
     "index_keys": KVKind("index_keys", lambda request: ((request.heads, request.dim),)),
 }
@@ -59,12 +61,13 @@ class KVRequest:
 
     Args:
         kind: a name of `KV_KINDS`: "gqa" (K and V per KV head), "mla" (one latent vector and one rotated key part for
-            all heads), "index_keys" (one key of an indexer), or a kind that a plugin registers.
-        heads: KV heads (1 for "mla" and "index_keys").
+            all heads), "shared_kv" (one entry for all heads, which is key and value), "index_keys" (one key of an
+            indexer), or a kind that a plugin registers.
+        heads: KV heads (1 for all kinds but "gqa").
         dim: entries per head in K ("mla": `kv_lora_rank + qk_rope_head_dim`).
         v_dim: entries per head in V (0 for "mla": V is part of the latent).
         window: attention reads only this many last tokens; None: all.
-        rope: "mla": the last entries of a row, which are the rotated key part; 0: not known.
+        rope: "mla" and "shared_kv": the last entries of a row, which are rotated; 0: not known.
     """
 
     kind: str

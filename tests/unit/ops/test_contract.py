@@ -169,7 +169,7 @@ def test_variants_and_hot_marks():
     hot = {name for name, op in IN_TREE.items() if op.hot}
     products = {"linear", "lm_head", "clamped_experts", "moe_experts"}
     sparse = {"index_select", "sparse_mla_expanded", "sparse_mla_absorbed"}
-    dense = {"attention", "mla_expanded", "mla_absorbed"}
+    dense = {"attention", "mla_expanded", "mla_absorbed", "shared_kv_attention"}
     assert hot == products | dense | sparse | {"gated_delta_rule", "selective_scan"}
     assert not SampleTokens.hot
 

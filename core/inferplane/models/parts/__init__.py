@@ -13,6 +13,11 @@ from inferplane.models.parts.attention import (
     with_head_gates,
     with_sinks,
 )
+from inferplane.models.parts.compressed_attention import (
+    SharedKVNames,
+    compression_kinds,
+    shared_kv_attention,
+)
 from inferplane.models.parts.experts import (
     SharedExperts,
     experts_per_token,
@@ -56,9 +61,11 @@ __all__ = [
     "LayerForm",
     "Rotation",
     "SharedExperts",
+    "SharedKVNames",
     "Window",
     "attention_with_gates",
     "attention_with_values",
+    "compression_kinds",
     "decoder_layer",
     "decoder_model",
     "dense_mlp",
@@ -86,6 +93,7 @@ __all__ = [
     "rotate_all",
     "rotate_some",
     "rotation",
+    "shared_kv_attention",
     "short_convolution",
     "sliding_window",
     "softmax_experts",
