@@ -219,7 +219,10 @@ def random_model(config: Any, seed: int = 0) -> Any:
             if name.endswith(("inv_freq", "original_inv_freq", "embed_scale", "mup_vector")):
                 continue
             noise = torch.randn(t.shape, generator=draw)
-            if "norm" in name:
+            if name.endswith("tid2eid"):  # different experts for each token id
+                order = torch.rand(t.shape[0], config.num_local_experts, generator=draw).argsort(-1)
+                t.copy_(order[:, : t.shape[1]])
+            elif "norm" in name:
                 t.copy_(1 + 0.3 * noise)
             elif "correction_bias" in name:  # no choice below 0: transformers 4 takes 0 for a group that is left out
                 t.copy_(0.8 + 0.2 * noise)

@@ -26,6 +26,26 @@ SIZES: dict[str, Any] = {
     "index_topk": 16,
 }
 
+V4: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 1,
+    "intermediate_size": ...,  # of transformers' class another name of the size of an expert
+    "moe_intermediate_size": 40,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "head_dim": 32,
+    "partial_rotary_factor": 0.25,
+    "q_lora_rank": 24,
+    "o_groups": 2,
+    "o_lora_rank": 12,
+    "sliding_window": 20,
+    "index_n_heads": 4,
+    "index_head_dim": 16,
+    "index_topk": 6,
+    "num_nextn_predict_layers": 0,
+}
+
 SPARSE: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
     "deepseek_v32": (
         "DeepseekV32Config",
@@ -64,6 +84,33 @@ SPARSE: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
                 "n_group": 2,
                 "topk_group": 2,
                 "index_topk": 13,
+            },
+        },
+    ),
+    "deepseek_v4": (
+        "DeepseekV4Config",
+        V4,
+        {
+            "window": {
+                "layer_types": ["sliding_attention"] * 3,
+                "mlp_layer_types": ["hash_moe", "moe", "hash_moe"],
+                "swiglu_limit": 0.5,
+            },
+            "streams": {
+                "num_hidden_layers": 2,
+                "layer_types": ["sliding_attention"] * 2,
+                "mlp_layer_types": ["moe", "moe"],
+                "hc_mult": 3,
+                "hc_sinkhorn_iters": 2,
+                "hc_eps": 1e-3,
+                "rms_norm_eps": 1e-3,
+                "scoring_func": "sigmoid",
+                "routed_scaling_factor": 2.5,
+                "o_groups": 4,
+                "q_lora_rank": 19,
+                "vocab_size": 101,
+                "sliding_window": 9,
+                "tie_word_embeddings": True,
             },
         },
     ),

@@ -25,6 +25,7 @@ from inferplane.ops.forms.layers import (
 )
 from inferplane.ops.forms.scaled import ScaledEmbedding, ScaledHead
 from inferplane.ops.forms.shortcut import ShortcutLayer
+from inferplane.ops.hyper.layer import HyperLayer, HyperNorm, StreamEmbedding
 from inferplane.ops.linear import GatedMLP, Linear, LMHead
 from inferplane.ops.mla import MLABlock
 from inferplane.ops.moe import MoE
@@ -126,9 +127,9 @@ class DecoderLayer(Op, name="decoder_layer"):
         return [*out, *(clamp_experts(sparse, format) for format in ("plain", "mxfp4", "int8_group"))]
 
 
-AnyLayer = DecoderLayer | ResidualLayer | ParallelLayer | BlockLayer | ShortcutLayer
+AnyLayer = DecoderLayer | ResidualLayer | ParallelLayer | BlockLayer | ShortcutLayer | HyperLayer
 """A layer of a stack: called with `(x, residual, batch, kv)`, it returns x and residual. Between the halves of a layer
-with a shortcut the residual is `[T, 2 D]`."""
+with a shortcut the residual is `[T, 2 D]`. With hyper-connections x is `[T, N, D]` and the residual None."""
 
 
 def _set_window(layer: Any, window: int) -> DecoderLayer:
@@ -336,9 +337,9 @@ class CausalLM(Op, name="causal_lm"):
     tolerance = BLOCK
     called_by_engine = ("mtp", "sample")
 
-    embed: Embedding | ScaledEmbedding
+    embed: Embedding | ScaledEmbedding | StreamEmbedding
     layers: DecoderStack
-    norm: NormBefore
+    norm: NormBefore | HyperNorm
     head: LMHead | ScaledHead
     sample: SampleTokens = SampleTokens()
     mtp: tuple[MTPLayer | EagleLayer | Eagle3Layer, ...] = ()
@@ -348,6 +349,11 @@ class CausalLM(Op, name="causal_lm"):
     def __post_init__(self) -> None:
         if isinstance(self.layers, tuple):
             object.__setattr__(self, "layers", DecoderStack(self.layers))
+
+    @property
+    def embed_once(self) -> Embedding | ScaledEmbedding:
+        """The embedding `[T, D]`, also where the layers read it in several streams."""
+        return self.embed.embed if isinstance(self.embed, StreamEmbedding) else self.embed
 
     @property
     def vocab(self) -> int:

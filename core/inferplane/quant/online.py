@@ -102,8 +102,13 @@ DENSE = (
 """Names of weights of linear layers. Norms, routers and embeddings without a tied head are not quantized."""
 GATES = ("*.self_attn.[bg]_proj.weight", "*.self_attn.[fg]_[ab]_proj.weight")
 """Linear layers of gates and rates of decay, which are small and stay plain, as those of other delta nets."""
-INDEX = ("*.indexer.wk.weight", "*.indexer.weights_proj.weight")
-"""Linear layers that decide which tokens are read, and stay plain as routers do."""
+INDEX = (
+    "*.indexer.wk.weight",
+    "*.weights_proj.weight",
+    "*.compressor.*kv_proj.weight",
+    "*.compressor.*gate_proj.weight",
+)
+"""Linear layers that decide which tokens are read, or compress them, and stay plain as routers do."""
 LATENT = ("*.kv_b_proj.weight",)
 """Linear layers that attention also folds into the query: quantized if its kernels read the format."""
 

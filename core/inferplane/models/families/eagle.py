@@ -13,7 +13,7 @@ from inferplane.models.build import Build
 from inferplane.models.draft_layers import DraftLayers, read_from
 from inferplane.models.families.llama import llama
 from inferplane.models.reading.config import Config
-from inferplane.ops import AddRMSNorm, CausalLM, Eagle3Layer, EagleLayer, GQABlock, LMHead, ShortcutLayer
+from inferplane.ops import AddRMSNorm, CausalLM, Eagle3Layer, EagleLayer, GQABlock, HyperLayer, LMHead, ShortcutLayer
 from inferplane.types import Weight
 
 BELOW = "model."
@@ -76,7 +76,7 @@ def eagle(build: Build, target: CausalLM, *, bias: bool) -> EagleLayer:
     build.ignore(*(name.removeprefix("model.") for name in inner.ignored))
     build.ignore("embed_tokens.weight", "lm_head.weight", "layers.0.input_layernorm.weight")
     return EagleLayer(
-        embed=target.embed,
+        embed=target.embed_once,
         fc=build.linear("fc", rows=width, columns=2 * width, bias=bias),
         attn=layer.attn,
         mlp_norm=layer.mlp_norm,
@@ -134,15 +134,16 @@ def eagle3(build: Build, target: CausalLM, names: Collection[str] | None) -> Eag
             remedy="fetch the head's files again",
         )
     _refuse_other_forms(config, known, below)
-    if any(isinstance(layer, ShortcutLayer) for layer in target.layers):
+    if any(isinstance(layer, (ShortcutLayer, HyperLayer)) for layer in target.layers):
         raise UnsupportedModelError(
-            "An EAGLE-3 head for a model whose layers have a shortcut: between their halves no hidden state is whole.",
+            "An EAGLE-3 head for a model whose layers have a shortcut or several residual streams: between them no "
+            "hidden state is whole.",
             remedy="use method 'ngram', 'suffix' or 'draft_model'",
         )
     build.ignore(f"{below}embed_tokens.weight", f"{below}t2d", *map(rename, inner.ignored))
     taps = _find_taps(config, len(target.layers))
     return Eagle3Layer(
-        embed=target.embed,
+        embed=target.embed_once,
         fc=build.linear(f"{below}fc", rows=width, columns=len(taps) * width),
         embed_norm=layer.attn_norm.norm,
         hidden_norm=build.rms_norm(f"{prefix}hidden_norm", width),

@@ -27,6 +27,7 @@ from inferplane.models.parts.experts import (
     name_parts,
     softmax_experts,
 )
+from inferplane.models.parts.hyper import hyper_layer, hyper_model, hyper_norm
 from inferplane.models.parts.layers import (
     LAYERS,
     PRE_NORM,
@@ -75,6 +76,9 @@ __all__ = [
     "gated_delta_net",
     "grouped_query_attention",
     "head_size",
+    "hyper_layer",
+    "hyper_model",
+    "hyper_norm",
     "input_weights",
     "kimi_delta_attention",
     "latent_attention",

@@ -117,21 +117,25 @@ def _make_shared_mlp(
     return build.mlp(name, shared.size, build.config.size("hidden_size"), entry, bias=shared.bias)
 
 
-def limit_gates(block: ops.GatedMLP | ops.MoE, limit: float, of_experts: float = 0.0) -> ops.GatedMLP | ops.MoE:
+def limit_gates(
+    block: ops.GatedMLP | ops.MoE, limit: float, of_experts: float = 0.0, *, limits_input: bool = False
+) -> Any:
     """A layer's MLP with limits behind the activations of its gates (`ops.ActivationMul`); 0: there is none.
 
     Args:
         block: the MLP, or experts with a shared one or none.
         limit: of the MLP, or of the shared one.
         of_experts: of the others.
+        limits_input: gates are limited before their activations instead.
     """
     if isinstance(block, ops.MoE):
-        shared: Any = None if block.shared is None else limit_gates(block.shared, limit)  # type: ignore[arg-type]
-        experts = replace(block.experts, limit=of_experts or None)  # type: ignore[arg-type]
+        shared: Any = None if block.shared is None else limit_gates(block.shared, limit, limits_input=limits_input)  # type: ignore[arg-type]
+        experts: Any = block.experts
+        experts = replace(experts, limit=of_experts or None, limits_input=limits_input and of_experts > 0)
         return replace(block, shared=shared, experts=experts)
     if not limit:
         return block
-    act, plain = ops.ActivationMul("silu", limit=limit), block.act
+    act, plain = ops.ActivationMul("silu", limit=limit, limits_input=limits_input), block.act
     return replace(block, act=replace(plain, act=act) if isinstance(plain, ops.RotatedActivation) else act)
 
 

@@ -91,7 +91,9 @@ def input_weights(
     | ops.HybridBlock
     | ops.GatedMLP
     | ops.MLP
-    | ops.MoE,
+    | ops.MoE
+    | ops.HashMoE
+    | ops.SharedKVBlock,
 ) -> list[Weight]:
     """The weights that a block multiplies its input by. Routers are left out: their input is never quantized."""
     if isinstance(block, ops.HybridBlock):
@@ -109,6 +111,8 @@ def input_weights(
     if isinstance(block, ops.SparseMLABlock):
         indexer = [] if block.indexer is None else [block.indexer.wk.weight]
         return [block.q_a.weight, block.kv_a.weight, *indexer]
+    if isinstance(block, ops.SharedKVBlock):
+        return [block.q_a.weight, block.kv.weight]
     if isinstance(block, ops.GatedMLP):
         return [block.gate_up.weight]
     if isinstance(block, ops.MLP):

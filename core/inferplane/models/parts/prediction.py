@@ -30,7 +30,7 @@ def with_prediction_layers(
     def mtp(i: int) -> MTPLayer:
         prefix = f"model.layers.{i}"
         return MTPLayer(
-            embed=model.embed,  # published checkpoints repeat the embedding and the head; they are the main model's own
+            embed=model.embed_once,  # published checkpoints repeat embedding and head; they are the main model's own
             enorm=build.rms_norm(f"{prefix}.enorm", width),
             hnorm=build.rms_norm(f"{prefix}.hnorm", width),
             eh_proj=build.linear(f"{prefix}.eh_proj", rows=width, columns=2 * width),

@@ -1,0 +1,126 @@
+"""DeepSeek-V4: hyper-connections, attention of one KV head over a window and compressed entries, hash routing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from inferplane.models.build import Build
+from inferplane.models.parts import (
+    LAYERS,
+    SharedExperts,
+    SharedKVNames,
+    experts_per_token,
+    hyper_layer,
+    hyper_model,
+    layer_kinds,
+    limit_gates,
+    mixture_of_experts,
+    shared_kv_attention,
+)
+from inferplane.models.registry import architecture
+from inferplane.ops import CausalLM, HashMoE, HashRoute, MoE, MoERoute
+from inferplane.types import Weight
+
+COUNT, HASH, TOP = "n_routed_experts", "hash_moe", "moe"
+NAMES = SharedKVNames(
+    "q_a_proj", "q_a_norm", "q_b_proj", "kv_proj", "kv_norm", "o_a_proj", "o_b_proj", "sinks"
+)  # fmt: skip
+"""The attention's names in transformers, to which published ones are brought."""
+RENAMES = {
+    r"^(?:model\.)?(?=(?:layers|mtp|norm|embed|embed_tokens|hc_head)[._])": "model.",
+    r"^(?:model\.)?(?:lm_)?head\.": "lm_head.",
+    r"^model\.embed\.": "model.embed_tokens.",
+    r"\.hc_head_": ".hc_head.hc_",
+    r"\.hc_(attn|ffn)_": r".\1_hc.",
+    r"\.attn_norm\.": ".input_layernorm.",
+    r"\.ffn_norm\.": ".post_attention_layernorm.",
+    r"\.attn\.": ".self_attn.",
+    r"\.ffn\.": ".mlp.",
+    r"\.indexer\.compressor\.": ".compressor.indexer.",
+    r"\.self_attn\.indexer\.": ".self_attn.compressor.indexer.",
+    r"\.indexer\.weights_proj\.": ".indexer.scorer.weights_proj.",
+    r"(\.self_attn(?:\.compressor)?(?:\.indexer)?)\.norm\.": r"\1.kv_norm.",
+    r"\.q_norm\.": ".q_a_norm.",
+    r"\.w(q_a|q_b|kv|gate|o_a|o_b)\.": r".\1_proj.",
+    r"\.attn_sink$": ".sinks",
+    r"\.ape$": ".position_bias",
+    r"\.gate\.bias$": ".gate.e_score_correction_bias",
+    r"\.w1\.": ".gate_proj.",
+    r"\.w2\.": ".down_proj.",
+    r"\.w3\.": ".up_proj.",
+    r"_proj\.scale$": "_proj.weight_scale",
+}
+"""Parts of published names -> those of transformers' modules, one after the other."""
+
+
+@architecture(
+    "DeepseekV4ForCausalLM",
+    model_type="deepseek_v4",
+    defaults={
+        "max_position_embeddings": 1048576, "attention_bias": False, "mlp_bias": False, "num_hash_layers": 3,
+        "compress_rope_theta": 160000.0, "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "swiglu_limit": 10.0,
+        "scoring_func": "sqrtsoftplus", "routed_scaling_factor": 1.5, "n_shared_experts": 1,
+    },
+    aliases={n: COUNT for n in ("num_experts", "num_local_experts")},
+    renames=RENAMES,
+)  # fmt: skip
+def deepseek_v4(build: Build) -> CausalLM:
+    """DeepSeek-V4: layers on several residual streams; in each, attention of one KV head within a window, with
+    compressed entries of all tokens beside it or without; experts that a table chooses by token ids in the first
+    layers, and by a router with a correction bias in the others; a shared expert; limits before the activation.
+
+    Args:
+        build: config, placement and weight formats. Weights are named as in transformers; published names are brought
+            to these. FP8 blocks, and experts in MXFP4, are accepted.
+
+    Returns:
+        The tree of ops; nothing is read or allocated.
+
+    Raises:
+        CheckpointError: the config lacks an entry or contradicts itself.
+        UnsupportedModelError: an entry has a value that is not implemented.
+
+    Source: DeepSeek-V4 (transformers' modeling_deepseek_v4); hyper-connections: arXiv 2512.24880.
+    """
+    config = build.config
+    config.refuse(attention_bias=(False,), mlp_bias=(False,), n_shared_experts=(1,), num_key_value_heads=(1,))
+    config.refuse(norm_topk_prob=(True,), topk_method=("noaux_tc",))
+    attention, feed_forward = shared_kv_attention(build, names=NAMES), experts(build)
+    build.ignore("model.mtp.*")
+    names = [(i, f"model.layers.{i}") for i in range(config.size(LAYERS))]
+    return hyper_model(
+        build, [hyper_layer(build, n, attention(i, f"{n}.self_attn"), feed_forward(i, f"{n}.mlp")) for i, n in names]
+    )
+
+
+def experts(build: Build) -> Callable[[int, str], MoE | HashMoE]:
+    """Return a function that builds a layer's experts from the layer's number and the MLP's name. Layers behind the
+    model's have a router.
+
+    Raises:
+        CheckpointError: the config lacks an entry or contradicts itself.
+        UnsupportedModelError: an entry has a value that is not implemented.
+    """
+    config = build.config
+    layers, first = config.size(LAYERS), config.count("num_hash_layers")
+    left_out = [HASH if i < first else TOP for i in range(layers)]
+    kinds = layer_kinds(config, (HASH, TOP), left_out, "mlp_layer_types")
+    total, chosen, vocab = config.size(COUNT), experts_per_token(config, COUNT), config.size("vocab_size")
+    score, factor = config.get("scoring_func"), config.factor("routed_scaling_factor")
+    config.check("scoring_func", score, ("sqrtsoftplus", "sigmoid", "softmax"))
+    shared, limit = SharedExperts(config.size("moe_intermediate_size")), config.number("swiglu_limit")
+
+    def feed_forward(i: int, name: str) -> MoE | HashMoE:
+        bias = Weight((f"{name}.gate.e_score_correction_bias",), (total,), torch.float32)
+        route = MoERoute(bias, chosen, score, factor=factor)  # type: ignore[arg-type]
+        made = mixture_of_experts(build, name, route, count=COUNT, shared=shared)
+        block = limit_gates(made, limit, limit, limits_input=True)
+        if i >= layers or kinds[i] == TOP:
+            return block
+        table = Weight((f"{name}.gate.tid2eid",), (vocab, chosen), torch.int32)
+        by_id = HashRoute(table, score, factor=factor)  # type: ignore[arg-type]
+        return HashMoE(block.router, by_id, block.experts, block.shared, block.reduce, block.here)
+
+    return feed_forward
