@@ -40,7 +40,7 @@ EXPECTED: Mapping[str, tuple[Any, ...]] = {
     "activation": (),
     "act_data_type": ("float", "float16", "bfloat16", "int"),
     "data_type": ("int", "int_sym", "int_asym"),
-    "expert_dtype": ("fp8",),
+    "expert_dtype": ("fp8", "fp4"),
     "extra_config": (),
     "fmt": ("e4m3", "float8_e4m3fn"),
     "is_marlin_format": (),

@@ -24,6 +24,8 @@ from inferplane.types import QTensor, Shard, WeightFormat, read_tensor
 WEIGHT, SCALE, PACKED = ".weight", ".weight_scale", ".weight_packed"
 MULTIPLIER, DIVISOR = ".weight_scale_2", ".weight_global_scale"
 """ModelOpt's factor of all scales of a weight, and compressed-tensors' divisor, which is its inverse."""
+BYTES = (torch.uint8, torch.int8)
+"""Dtypes of two entries in a byte; DeepSeek-V4's have a sign that means nothing."""
 POWERS = (torch.uint8, getattr(torch, "float8_e8m0fnu", torch.uint8))
 """Dtypes of scales that are powers of two."""
 COMPRESSED = {
@@ -75,12 +77,12 @@ def _find_shape(source: TensorSource, name: str, *, format: str) -> tuple[int, .
     entries, scales = source.shape(stored) or (), source.shape(module + SCALE) or ()
     kinds = source.dtype(stored), source.dtype(module + SCALE)
     each = 1 if format == "mxfp8" else 2
-    want = (FP8 if format == "mxfp8" else torch.uint8), (FP8,) if format == "nvfp4" else POWERS
-    fits = len(entries) == 2 and scales == (entries[0], -(-entries[1] * each // columns)) and kinds[0] is want[0]
-    if not fits or kinds[1] not in want[1]:
+    want = (FP8,) if format == "mxfp8" else BYTES, (FP8,) if format == "nvfp4" else POWERS
+    fits = len(entries) == 2 and scales == (entries[0], -(-entries[1] * each // columns))
+    if not fits or kinds[0] not in want[0] or kinds[1] not in want[1]:
         raise CheckpointError(
             f"{stored} {entries} {kinds[0]} with {module}{SCALE} {scales} {kinds[1]} is no weight of format {format}.",
-            there_is=f"a reader for {want[0]} [N, K{'' if each == 1 else ' / 2'}] with scales [N, K / {columns}] of "
+            there_is=f"a reader for {want[0][0]} [N, K{'' if each == 1 else ' / 2'}] with scales [N, K / {columns}] of "
             f"{want[1][0]}",
             remedy="fetch or export the checkpoint again",
         )
@@ -109,9 +111,9 @@ def _read(source: TensorSource, name: str, shard: Shard, *, format: str) -> QTen
         data = torch.empty(rows, columns, dtype=dtype)
         source.read_into(stored, data, Shard())
     else:
-        packed = torch.empty(rows, columns // 2, dtype=torch.uint8)
+        packed = torch.empty(rows, columns // 2, dtype=source.dtype(stored) or torch.uint8)
         source.read_into(stored, packed, Shard())
-        data = expand_pairs(packed)
+        data = expand_pairs(packed.view(torch.uint8))
     if format == "nvfp4":
         scale = read_tensor(source, module + SCALE, torch.float32)
         factor = _read_factor(source, module)

@@ -138,6 +138,9 @@ def read_quant_config(
         return QuantFormats(lambda name: "mxfp4" if ".experts." in name else PLAIN)
     if method == "mxfp4":
         return _of_plugin(method, MXFP4, names)
+    if method == "fp8" and settings.get("expert_dtype") == "fp4" and (dense := find_scheme(settings)) is not None:
+        fp4 = QuantScheme("mxfp4")
+        return _of_schemes(settings, {dense, fp4}, lambda name: fp4 if ".experts." in name else dense, names)
     if method == "compressed-tensors" and (mixed := _read_mixed(settings, names)) is not None:
         return mixed
     found = find_scheme(settings) if is_read_here else None
@@ -231,6 +234,8 @@ def _is_projection(name: str) -> bool:
     parts = name.removesuffix(".weight").split(".")
     expert = "experts" in parts and parts[-1] in ("w1", "w2", "w3")
     inside = "self_attn" in parts or "mlp" in parts
+    if "compressor" in parts:  # DeepSeek-V4 publishes but one of its projections in FP8
+        return parts[-1] == "q_b_proj"
     if "indexer" in parts:  # whose weights of heads are published in float32
         return parts[-1] in ("wq_b", "wk")
     return expert or (inside and parts[-1].endswith(("_proj", "_proj_with_mqa")))

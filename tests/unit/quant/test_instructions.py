@@ -57,7 +57,7 @@ REFUSED = {
     "data_type": {**config("awq", 4, 128, False), "data_type": "mx_fp"},
     "super_bits of AWQ": {**config("awq", 4, 128, False), "super_bits": 6},
     "fmt": {"quant_method": "fp8", "fmt": "e5m2"},
-    "expert_dtype": {"quant_method": "fp8", "expert_dtype": "fp4"},
+    "expert_dtype": {"quant_method": "fp8", "expert_dtype": "int4"},
     "activation": {**config("gptq", 4, 128, True), "activation": {"mode": "w4afp8"}},
     "method": {**config("gptq", 4, 128, True), "method": "qqq"},
     "rotation_configs": {**config("gptq", 4, 128, True), "rotation_configs": [{"name": "hadamard"}]},

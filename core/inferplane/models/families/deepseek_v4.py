@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -19,10 +20,12 @@ from inferplane.models.parts import (
     mixture_of_experts,
     shared_kv_attention,
 )
+from inferplane.models.reading.config import Config
 from inferplane.models.registry import architecture
 from inferplane.ops import CausalLM, HashMoE, HashRoute, MoE, MoERoute
 from inferplane.types import Weight
 
+KINDS = ("main", "compress")
 COUNT, HASH, TOP = "n_routed_experts", "hash_moe", "moe"
 NAMES = SharedKVNames(
     "q_a_proj", "q_a_norm", "q_b_proj", "kv_proj", "kv_norm", "o_a_proj", "o_b_proj", "sinks"
@@ -63,7 +66,7 @@ RENAMES = {
         "compress_rope_theta": 160000.0, "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "swiglu_limit": 10.0,
         "scoring_func": "sqrtsoftplus", "routed_scaling_factor": 1.5, "n_shared_experts": 1,
     },
-    aliases={n: COUNT for n in ("num_experts", "num_local_experts")},
+    aliases={n: COUNT for n in ("num_experts", "num_local_experts")} | {"intermediate_size": "moe_intermediate_size"},
     renames=RENAMES,
 )  # fmt: skip
 def deepseek_v4(build: Build) -> CausalLM:
@@ -84,6 +87,7 @@ def deepseek_v4(build: Build) -> CausalLM:
 
     Source: DeepSeek-V4 (transformers' modeling_deepseek_v4); hyper-connections: arXiv 2512.24880.
     """
+    build = replace(build, config=settle_rotation(build.config))
     config = build.config
     config.refuse(attention_bias=(False,), mlp_bias=(False,), n_shared_experts=(1,), num_key_value_heads=(1,))
     config.refuse(norm_topk_prob=(True,), topk_method=("noaux_tc",))
@@ -93,6 +97,34 @@ def deepseek_v4(build: Build) -> CausalLM:
     return hyper_model(
         build, [hyper_layer(build, n, attention(i, f"{n}.self_attn"), feed_forward(i, f"{n}.mlp")) for i, n in names]
     )
+
+
+def settle_rotation(config: Config) -> Config:
+    """A config with rotary settings of their own for layers within a window ("main") and for those with compressed
+    entries ("compress"), and with the number of entries of a head that are rotated.
+
+    Where one object has the settings of all layers, its scaling is that of "compress", with a base of its own, and a
+    factor of 1 on cosines and sines unless it states another.
+
+    Raises:
+        CheckpointError: an entry is missing or impossible.
+        UnsupportedModelError: the two kinds of layers rotate different numbers of entries.
+    """
+    dim, settings = config.size("head_dim"), dict(config["rope_parameters"])
+    whole = settings.pop("partial_rotary_factor", None)
+    if config.has_rotary_kinds:
+        kinds = {kind: dict(config.rotary(kind=kind)) for kind in KINDS}
+        shares = [kind.pop("partial_rotary_factor", 1.0) for kind in kinds.values()]
+        if shares[0] != shares[1]:
+            config.check("rope_parameters", tuple(shares), ())
+        size = int(dim * shares[0])
+    else:
+        size = config.size("qk_rope_head_dim", dim // 8) if whole is None else int(dim * whole)
+        base, scaled = config.rotary()["rope_theta"], {"attention_factor": 1.0} | settings
+        main = {"rope_type": "default", "rope_theta": base}
+        compress = scaled if settings["rope_type"] == "yarn" else settings
+        kinds = {"main": main, "compress": {**compress, "rope_theta": config.number("compress_rope_theta")}}
+    return Config({**config, "rope_parameters": kinds, "qk_rope_head_dim": size}, config.name)
 
 
 def experts(build: Build) -> Callable[[int, str], MoE | HashMoE]:

@@ -78,6 +78,8 @@ _NULLABLE = {
 }
 """Entries in which null is a value of its own; in all others it stands for the default."""
 
+EXPERT_DTYPE = "expert_dtype"
+"""Entry of configs whose experts are stored in another format than other layers; it is one of the quantization."""
 ORIGINAL = "original_max_position_embeddings"
 _WITH_ORIGINAL = ("llama3", "yarn", "longrope")
 """Rotary types that start from a context of their own."""
@@ -104,6 +106,8 @@ def normalize(entries: Mapping[str, Any]) -> dict[str, Any]:
         out["hidden_act"] = "silu"
     if out.get("quantization_config") is None and out.get("compression_config") is not None:
         out["quantization_config"] = out["compression_config"]  # as compressed-tensors once called it
+    if isinstance(settings := out.get("quantization_config"), Mapping) and out.get(EXPERT_DTYPE) is not None:
+        out["quantization_config"] = {EXPERT_DTYPE: out[EXPERT_DTYPE], **settings}
     for key, value in ({**COMMON, **spelling.defaults} if spelling else {}).items():
         if key not in out or (out[key] is None and key not in _NULLABLE):
             out[key] = value

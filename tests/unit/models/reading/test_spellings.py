@@ -96,7 +96,10 @@ SPELLINGS: dict[str, dict[str, Any]] = {
 }
 
 
-OWN_SETTINGS = ("phi3", "olmo3", "ministral3", "gemma3", "nemotron_h", "phimoe", "kimi_linear", "mimo_v2_flash")
+OWN_SETTINGS = (
+    *("phi3", "olmo3", "ministral3", "gemma3", "nemotron_h", "phimoe", "kimi_linear", "mimo_v2_flash"),
+    "deepseek_v4",
+)
 """Families that transformers refuses to scale in most ways, which tests/unit/models/families has, or never rotates."""
 PARTIAL = {"glm": 2, "glm4": 2, "glm4_moe": 2, "minimax_m2": 2, "qwen3_next": 4, "qwen3_5": 4, "qwen3_5_moe": 4}
 """Families that rotate one part of so many of each head in their first config; spellings with a share state a half."""
