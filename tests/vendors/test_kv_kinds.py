@@ -7,7 +7,7 @@ import torch
 
 from inferplane.plugin import HOST, KVKind, KVRequest, register_kv_kind
 from inferplane.plugins import discover
-from inferplane.types.kv import KV_KINDS
+from inferplane.types.kv_request import KV_KINDS
 from tests.house.rules import IN_TREE
 
 PLUGINS = discover(IN_TREE)

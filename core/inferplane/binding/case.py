@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
@@ -16,6 +16,8 @@ from inferplane.ops.op import as_tuple
 from inferplane.ops.oracle import to_host
 from inferplane.types import (
     Batch,
+    CompressedCache,
+    CompressorCache,
     HostLens,
     HybridCache,
     IndexedCache,
@@ -72,6 +74,7 @@ class Caches:
             kv: a cache from `build`.
             batch: the step; its sequences are in the cache already.
         """
+        batch = batch.for_entries(kv)
         lens, (_, blocks) = batch.lens(), self._built[id(kv)]
         used = torch.zeros(blocks * kv.block_tokens, dtype=torch.bool)
         for n, table in zip(lens.seq_lens, to_host(batch.block_tables).long(), strict=True):
@@ -95,6 +98,9 @@ def caches_in(args: Iterable[Any]) -> list[LayerKV]:
         if isinstance(arg, IndexedCache):
             out += [kv for kv in arg[:2] if kv is not None]
             continue
+        if isinstance(arg, (CompressorCache, CompressedCache)):
+            out += [part.kv for part in arg.list_parts()]
+            continue
         arg = arg.kv if isinstance(arg, HybridCache) else arg
         out += arg.layers if isinstance(arg, KVCache) else [arg] if isinstance(arg, LayerKV) else []
     return out
@@ -105,8 +111,15 @@ def views_in(args: Iterable[Any]) -> list[Batch]:
     args = tuple(args)
     if (batch := batch_in(args)) is None:
         return []
-    tables = [arg.list_tables() if isinstance(arg, KVCache) else (0,) * len(caches_in([arg])) for arg in args]
-    return [batch.for_table(number) for numbers in tables for number in numbers]
+    numbers = [number for arg in args for number in _tables_of(arg)]
+    return [batch.for_table(number).for_entries(kv) for kv, number in zip(caches_in(args), numbers, strict=True)]
+
+
+def _tables_of(arg: Any) -> Sequence[int]:
+    """The number of the block table of each of `caches_in`."""
+    if isinstance(arg, (CompressorCache, CompressedCache)):
+        return [part.table for part in arg.list_parts()]
+    return arg.list_tables() if isinstance(arg, KVCache) else (0,) * len(caches_in([arg]))
 
 
 def batch_in(args: Iterable[Any]) -> Batch | None:
@@ -128,7 +141,7 @@ def pad(args: tuple[Any, ...], draw: Draw, *, lens_known: bool) -> tuple[Any, ..
     tokens, lens, rows = batch.tokens, batch.lens(), count_padded_rows(batch)
     extra = range(1, PADDED_SEQUENCES + 1)
     starts = (*lens.query_start, *(tokens + i * batch.max_query_tokens for i in extra))
-    block_tokens = next((kv.block_tokens for kv in caches_in(args)), 1)
+    block_tokens = next((kv.covered_tokens or kv.block_tokens for kv in caches_in(args)), 1)
     padded = replace(
         batch,
         ids=_append(batch.ids, 0, rows),

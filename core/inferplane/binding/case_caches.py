@@ -10,7 +10,17 @@ import torch
 from inferplane.binding.case import Caches, caches_in, same_entries, views_in
 from inferplane.ops.op import relative_error
 from inferplane.ops.oracle import OracleKV, to_host
-from inferplane.types import HOST, HybridCache, IndexedCache, KVCache, KVLayout, LayerKV, StateCache
+from inferplane.types import (
+    HOST,
+    CompressedCache,
+    CompressorCache,
+    HybridCache,
+    IndexedCache,
+    KVCache,
+    KVLayout,
+    LayerKV,
+    StateCache,
+)
 
 
 class WatchedCaches:
@@ -101,6 +111,8 @@ def host_arguments(args: tuple[Any, ...], ideal: tuple[Any, ...]) -> tuple[Any, 
         elif isinstance(other, IndexedCache):
             keys = None if other.index_keys is None else _copy_cache(other.index_keys)
             out.append(IndexedCache(_copy_cache(other.kv), keys, to_host(other.selection)))
+        elif isinstance(other, (CompressorCache, CompressedCache)):
+            out.append(other.convert(lambda kv, table: _copy_cache(kv)))
         elif isinstance(other, StateCache):
             out.append(arg.copy_to(HOST))
         elif isinstance(other, KVCache):
@@ -118,6 +130,7 @@ def _copy_of(ideal: KVCache) -> Callable[[LayerKV, int], OracleKV]:
 
 def _copy_cache(kv: Any) -> OracleKV:
     twin = OracleKV(kv.request, kv.block_tokens, kv.entries[0].shape[0])
+    twin.covered_tokens = kv.covered_tokens
     twin.entries = [e.clone() for e in kv.entries]
     return twin
 

@@ -37,10 +37,16 @@ def check_layout(layout: KVLayout, request: KVRequest, dtype: torch.dtype, devic
 class _Check:
     def __init__(self, kv: LayerKV, layout: KVLayout, request: KVRequest, dtype: torch.dtype, device: str) -> None:
         self.kv, self.layout, self.shapes, self.dtype, self.device = kv, layout, request.entry_shapes, dtype, device
-        self.size, self.slots = layout.block_tokens, BLOCKS * layout.block_tokens
+        self.size, self.slots = kv.block_tokens, BLOCKS * kv.block_tokens
         self.generator = torch.Generator().manual_seed(SEED)
 
     def run(self) -> str:
+        entries = self.kv.request.entries_per_block(self.layout.block_tokens)
+        covered = self.kv.covered_tokens or self.size
+        if (self.size, covered) != (entries, self.layout.block_tokens):
+            return f"its blocks have {self.size} entries for {covered} tokens instead of {entries} for " + (
+                f"{self.layout.block_tokens}"
+            )
         order = torch.randperm(self.slots, generator=self.generator)
         rows = self._draw(self.slots)
         self._write(order, [r[order] for r in rows])

@@ -17,8 +17,10 @@ from inferplane.ops.oracle import OracleKV, Stored
 from inferplane.types import (
     HOST,
     Batch,
+    CachePart,
     HybridCache,
     IndexedCache,
+    KVRequest,
     LayerCache,
     QTensor,
     Selection,
@@ -27,6 +29,7 @@ from inferplane.types import (
     Weight,
 )
 from inferplane.types.batch import Query, make_batch
+from inferplane.types.compressed_cache import join_parts
 
 BLOCK_TOKENS = 64
 LayerOp = Op | PredictionLayer
@@ -125,9 +128,19 @@ def make_cache(
     if request is not None and any(op.has_sparse_attention for _, op in layer.sites()):
         keys = next((OracleKV(other, BLOCK_TOKENS, slots) for other in layer.kv_requests()[1:]), None)
         return IndexedCache(OracleKV(request, BLOCK_TOKENS, slots, through), keys, Selection(positions))
+    if any(op.has_compressed_attention for _, op in layer.sites()):
+        return join_parts([CachePart(_make_kv(other, slots, through)) for other in layer.kv_requests()])
     kv = None if request is None else OracleKV(request, BLOCK_TOKENS, slots, through)
     stored = None if states is None else StateCache(states, max(STATES) + 1, torch.float32, HOST)
     return HybridCache(kv, stored) if kv is not None and stored is not None else kv or stored
+
+
+def _make_kv(request: KVRequest, slots: int, through: Stored | None) -> OracleKV:
+    """A cache of so many tokens; what compressors read is stored as it is."""
+    per_block, is_entry = request.entries_per_block(BLOCK_TOKENS), request.kind == "shared_kv"
+    kv = OracleKV(request, per_block, slots // BLOCK_TOKENS * per_block, through if is_entry else None)
+    kv.covered_tokens = BLOCK_TOKENS
+    return kv
 
 
 def run_layer(

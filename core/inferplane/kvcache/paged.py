@@ -63,7 +63,7 @@ class PagedKV(BlockedKV):
     Args:
         request: what the layer stores per token.
         blocks: number of blocks.
-        block_tokens: tokens per block.
+        block_tokens: tokens of a sequence that a block is for.
         layout: name of the layout.
         dtype: the plan's dtype, which `read` returns.
         device: device of the tensors.
@@ -85,6 +85,8 @@ class PagedKV(BlockedKV):
         zeros: Zeros = make_zeros,
     ) -> None:
         self.power_of_two = power_of_two
+        if request.rate > 1:
+            self.covered_tokens, block_tokens = block_tokens, request.entries_per_block(block_tokens)
         self.request, self.blocks, self.block_tokens, self.layout = request, blocks, block_tokens, layout
         self.dtype, self.spec = dtype, KV_DTYPES[kv_dtype]
         slots = blocks * block_tokens + 1
@@ -174,7 +176,7 @@ def paged_layout(
         spec = KV_DTYPES[kv_dtype]
         size = (spec.dtype or dtype).itemsize
         scales = sum(4 * groups for groups, _ in _group_shapes(request)) if spec.limit else 0
-        return block_tokens * (request.entries * size + scales)
+        return request.entries_per_block(block_tokens) * (request.entries * size + scales)
 
     error = KV_DTYPES[kv_dtype].error * (2 if power_of_two else 1)
     return KVLayout(name, block_tokens, build, bytes_per_block, kv_dtype, error)
@@ -182,7 +184,8 @@ def paged_layout(
 
 def list_kv_dtypes(request: KVRequest) -> tuple[str, ...]:
     """The names of `KV_DTYPE_NAMES` in which `paged_layout` stores what a layer requests."""
-    return tuple(name for name in KV_DTYPE_NAMES if name != "k8v4" or len(request.entry_shapes) == 2)
+    names = KV_DTYPES if request.rate > 1 else KV_DTYPE_NAMES  # entries of 4 bits lie in spans of a block's tokens
+    return tuple(name for name in names if name != "k8v4" or len(request.entry_shapes) == 2)
 
 
 def _int4_layout(block_tokens: int, kv_dtype: str, zeros: Zeros, in_spans: bool) -> KVLayout:

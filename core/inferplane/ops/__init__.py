@@ -4,10 +4,19 @@ from inferplane.ops.attention import Attention, GQABlock, NormRopeWrite, each_ra
 from inferplane.ops.basic import AddRMSNorm, Embedding, RMSNorm, Rope
 from inferplane.ops.clamped_experts import ClampedExperts, clamp_gate
 from inferplane.ops.collective import AllGather, AllReduce
-from inferplane.ops.compressed.attention import SharedKVAttention, attend_with_sinks
-from inferplane.ops.compressed.block import SharedKVBlock
+from inferplane.ops.compressed.attention import CompressedAttention, SharedKVAttention, attend_with_sinks
+from inferplane.ops.compressed.block import CompressedBlock, SharedKVBlock
+from inferplane.ops.compressed.compressor import (
+    CompressAndWrite,
+    Compressor,
+    CompressorDims,
+    CompressRows,
+    compress,
+    list_lasts,
+)
+from inferplane.ops.compressed.indexer import CompressedIndexer
 from inferplane.ops.compressed.output import GroupedLinear
-from inferplane.ops.compressed.rotation import SharedKVNormRopeWrite, SharedKVWrite, TailRope, weightless_norm
+from inferplane.ops.compressed.rotation import EntryWrite, SharedKVNormRopeWrite, TailRope, weightless_norm
 from inferplane.ops.draw import Draw
 from inferplane.ops.eagle import Eagle3Layer, EagleLayer
 from inferplane.ops.formats import FORMATS, dequantize_rows, encode
@@ -46,6 +55,7 @@ from inferplane.ops.sparse.indexer import (
     LightningIndexer,
     RotateIndexKeys,
     choose_positions,
+    mask_entries,
 )
 
 __all__ = [
@@ -65,6 +75,13 @@ __all__ = [
     "CausalLM",
     "ClampedExperts",
     "Comparison",
+    "CompressAndWrite",
+    "CompressRows",
+    "CompressedAttention",
+    "CompressedBlock",
+    "CompressedIndexer",
+    "Compressor",
+    "CompressorDims",
     "Cost",
     "DecoderLayer",
     "DecoderStack",
@@ -73,6 +90,7 @@ __all__ = [
     "Eagle3Layer",
     "EagleLayer",
     "Embedding",
+    "EntryWrite",
     "GQABlock",
     "GatedDeltaNet",
     "GatedDeltaRule",
@@ -128,7 +146,6 @@ __all__ = [
     "SharedKVAttention",
     "SharedKVBlock",
     "SharedKVNormRopeWrite",
-    "SharedKVWrite",
     "ShortConv",
     "ShortcutLayer",
     "SiluGate",
@@ -144,12 +161,15 @@ __all__ = [
     "attend_with_sinks",
     "choose_positions",
     "clamp_gate",
+    "compress",
     "dequantize_rows",
     "each_range",
     "encode",
     "extension",
     "hide_others",
+    "list_lasts",
     "make_hadamard",
+    "mask_entries",
     "mask_pairs",
     "placeholder",
     "rotate_blocks",

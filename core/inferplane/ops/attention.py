@@ -15,7 +15,7 @@ from inferplane.ops.forms.rotation import PrepareAttention
 from inferplane.ops.kv_write import KVWrite
 from inferplane.ops.linear import Linear
 from inferplane.ops.op import ACCUMULATED, BLOCK, Cost, Op, Sample, Workload, extension, placeholder, values
-from inferplane.types import Batch, KVRequest, LayerKV, StepKind, Weight
+from inferplane.types import Batch, CompressedCache, KVRequest, LayerKV, StepKind, Weight
 
 Queries = Literal["few", "many"]
 Attend = Callable[..., torch.Tensor]
@@ -52,12 +52,14 @@ def mask_pairs(
     return hidden
 
 
-def each_range(batch: Batch, q: tuple[torch.Tensor, ...], few: Attend, many: Attend, kv: LayerKV) -> torch.Tensor:
+def each_range(
+    batch: Batch, q: tuple[torch.Tensor | None, ...], few: Attend, many: Attend, kv: LayerKV | CompressedCache
+) -> torch.Tensor:
     """Run `few` on the sequences with few query tokens and `many` on the others; the result's rows are in order.
 
     Args:
         batch: the step.
-        q: tensors whose dim 0 is tokens; each call gets its slice.
+        q: tensors whose dim 0 is tokens, or None; each call gets its slice.
         few: attention bound for few query tokens.
         many: attention bound for many query tokens.
         kv: the layer's cache.
@@ -68,7 +70,8 @@ def each_range(batch: Batch, q: tuple[torch.Tensor, ...], few: Attend, many: Att
     if first is None:
         return many(*q, rest, kv)
     n = first.tokens
-    return torch.cat((few(*(t[:n] for t in q), first, kv), many(*(t[n:] for t in q), rest, kv)))
+    near, far = ([t if t is None else t[part] for t in q] for part in (slice(None, n), slice(n, None)))
+    return torch.cat((few(*near, first, kv), many(*far, rest, kv)))
 
 
 class Attention(Op, name="attention", hot=True):

@@ -81,7 +81,7 @@ class Draw:
         """
         assert self.build_kv is not None, "this draw was made without a cache"
         probe = self.build_kv(request, 1)
-        size = probe.block_tokens
+        size, per_block, rate = probe.covered_tokens or probe.block_tokens, probe.block_tokens, request.rate
         counts = [math.ceil((new + before) / size) for new, before in sequences]
         kv = self.build_kv(request, sum(counts) + 1)
         order = self.permutation(sum(counts) + 1)
@@ -90,9 +90,11 @@ class Draw:
             blocks, order = order[:count], order[count:]
             ids = [int(i) for i in torch.randint(0, vocab, (new,), generator=self.generator)]
             queries.append(Query(ids, before, blocks))
-            stored = before + (new if written else 0)
+            stored = (before + (new if written else 0)) // rate
             if stored:
-                slots = torch.tensor([blocks[i // size] * size + i % size for i in range(stored)]).to(self.device)
+                lasts = [(i + 1) * rate - 1 for i in range(stored)]  # tokens
+                places = [blocks[i // size] * per_block + i % size // rate for i in lasts]
+                slots = torch.tensor(places).to(self.device)
                 entries = self.kv_entries(request, stored)
                 for entry in entries:  # these blocks may be released and hold anything
                     entry[: request.blocks_before_window(new, before + new, size) * size] = torch.nan

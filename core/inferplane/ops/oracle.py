@@ -12,6 +12,8 @@ from inferplane.ops.op import relative_error
 from inferplane.types import (
     HOST,
     Batch,
+    CompressedCache,
+    CompressorCache,
     HybridCache,
     IndexedCache,
     KVCache,
@@ -110,9 +112,10 @@ def oracle_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
     def mirror(kv: LayerKV, number: int = 0) -> OracleKV:
         assert step is not None, "a cache without a batch"
-        batch = step.for_table(number)
+        batch = step.for_table(number).for_entries(kv)
         tables = to_host(batch.block_tables)
         twin = OracleKV(kv.request, kv.block_tokens, (int(tables.max()) + 1) * kv.block_tokens)
+        twin.covered_tokens = kv.covered_tokens
         for i, n in enumerate(batch.lens().seq_lens):
             if n:
                 twin.write(twin.slots_of(tables[i], n), *to_host(kv.read(batch.block_tables[i], n), widen=True))
@@ -128,6 +131,8 @@ def oracle_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
             return HybridCache(mirror(arg.kv), mirror_states(arg.states))
         if isinstance(arg, IndexedCache):
             return IndexedCache(mirror(arg.kv), arg.index_keys and mirror(arg.index_keys), to_host(arg.selection))
+        if isinstance(arg, (CompressorCache, CompressedCache)):
+            return arg.convert(mirror)
         if isinstance(arg, StateCache):
             return mirror_states(arg)
         return mirror(arg) if isinstance(arg, LayerKV) else to_host(arg, widen=True)

@@ -3,6 +3,7 @@
 from inferplane.types.accelerator import Accelerator
 from inferplane.types.backend import Backend
 from inferplane.types.batch import FEW_TOKENS, STEP_KINDS, Batch, HostLens, ModelOutput, Row, StepKind
+from inferplane.types.compressed_cache import CachePart, CompressedCache, CompressorCache
 from inferplane.types.device import HOST, DeviceState, Feature, Features, Memory, Presence, Probe
 from inferplane.types.kernel import (
     RANK_COMPOSED,
@@ -18,16 +19,14 @@ from inferplane.types.kv import (
     HybridCache,
     IndexedCache,
     KVCache,
-    KVKind,
     KVLayout,
-    KVRequest,
     LayerCache,
     LayerKV,
     LayerPlace,
     Layouts,
     Selection,
-    register_kv_kind,
 )
+from inferplane.types.kv_request import KVKind, KVRequest, register_kv_kind
 from inferplane.types.packed import PackedStorage, StoredWeight
 from inferplane.types.placement import WHOLE, Placement, Shard
 from inferplane.types.qtensor import QTensor
@@ -50,6 +49,9 @@ __all__ = [
     "ActivationQuant",
     "Backend",
     "Batch",
+    "CachePart",
+    "CompressedCache",
+    "CompressorCache",
     "Context",
     "DeviceState",
     "Feature",

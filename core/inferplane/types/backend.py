@@ -13,7 +13,8 @@ import torch
 from inferplane.types.batch import Batch
 from inferplane.types.device import HOST, DeviceState, Features, Memory, Probe
 from inferplane.types.kernel import Kernel
-from inferplane.types.kv import KVCache, KVLayout, KVRequest, Layouts
+from inferplane.types.kv import KVCache, KVLayout, Layouts
+from inferplane.types.kv_request import KVRequest
 
 
 class Backend(ABC):

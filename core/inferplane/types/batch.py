@@ -10,15 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from inferplane.errors import UsageError
+from inferplane.types.compressed_cache import count_entries
 from inferplane.types.device import HOST
 from inferplane.types.scratch import Scratch
 from inferplane.types.state import StateRows, StateSlots
+
+if TYPE_CHECKING:
+    from inferplane.types.kv import LayerKV
 
 StepKind = Literal["decode", "mixed"]
 STEP_KINDS: tuple[StepKind, ...] = ("decode", "mixed")
@@ -124,6 +128,19 @@ class Batch(Scratch):
             return views
         return [_divide(view, 0 if self.few is None else self.few.seq_lens.shape[0]) for view in views]
 
+    def for_entries(self, kv: LayerKV) -> Batch:
+        """The step as a cache sees it whose entries stand for several tokens each (`KVRequest.rate`): the same object
+        in each call. Sequence lengths and block tables are those of entries, also those that tokens of this step
+        complete; a token has the slot of the entry that it is the last token of, or -1.
+
+        Args:
+            kv: a layer's cache, in the block table of this batch; one with an entry a token sees this batch.
+        """
+        if kv.request.rate == 1:
+            return self
+        covered = kv.covered_tokens or kv.block_tokens
+        return self.once(f"inferplane.for_entries {kv.request.rate} {covered}", count_entries, self, kv, covered)
+
     def list_tables(self) -> list[TableRows]:
         """Slots and block tables of every table, in order."""
         return [TableRows(self.slots, self.block_tables), *self.more_tables]
@@ -141,10 +158,18 @@ class Batch(Scratch):
             )
         return self.states
 
+    def with_tables(self, tables: Sequence[TableRows]) -> Batch:
+        """The same step, with these further block tables."""
+        return self._divide_anew(replace(self, more_tables=tuple(tables)))
+
     def with_states(self, slots: Sequence[StateSlots]) -> Batch:
         """The same step, whose sequences have these slots of states."""
         rows = (torch.tensor(part, dtype=torch.int64).to(self.ids.device) for part in zip(*slots))
-        batch = replace(self, states=StateRows(*rows))
+        return self._divide_anew(replace(self, states=StateRows(*rows)))
+
+    @staticmethod
+    def _divide_anew(batch: Batch) -> Batch:
+        """The batch whose parts are those of its own tensors."""
         if batch.few is None and batch.many is None:
             return batch
         return _divide(batch, 0 if batch.few is None else batch.few.seq_lens.shape[0])
@@ -166,6 +191,12 @@ class Batch(Scratch):
         if self.host_lens is not None:
             return self.host_lens
         return HostLens(tuple(self.query_start.to(HOST).tolist()), tuple(self.seq_lens.to(HOST).tolist()))
+
+    def list_spans(self) -> list[tuple[int, tuple[int, int, int]]]:
+        """Number, first and last token row, and length in tokens of each sequence that is not padding."""
+        lens = self.lens()
+        spans = zip(lens.query_start, lens.query_start[1:], lens.seq_lens)
+        return [(i, span) for i, span in enumerate(spans) if span[2]]
 
     def rows(self) -> Iterator[Row]:
         """One `Row` per sequence, for reference bodies and kernels that loop; padded sequences are skipped."""
@@ -368,5 +399,6 @@ def _part(batch: Batch, first: int, last: int, kind: StepKind) -> Batch:
         max_query_tokens=max(j - i for i, j in pairwise(starts)),
         max_seq_tokens=max(lens.seq_lens[first:last]),
         host_lens=HostLens(starts, lens.seq_lens[first:last]),
+        more_tables=tuple(TableRows(slots[a:b], tables[first:last]) for slots, tables in batch.more_tables),
         states=None if batch.states is None else StateRows(*(slots[first:last] for slots in batch.states)),
     )

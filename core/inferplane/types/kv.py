@@ -12,103 +12,11 @@ import torch
 
 from inferplane.errors import UsageError
 from inferplane.renamed import warn_of_old_name
+from inferplane.types.compressed_cache import CompressedCache, CompressorCache
 from inferplane.types.device import HOST
+from inferplane.types.kv_request import KVRequest
 from inferplane.types.scratch import Scratch
 from inferplane.types.state import StateCache
-
-EntryShapes = Callable[["KVRequest"], tuple[tuple[int, ...], ...]]
-
-
-@dataclass(frozen=True)
-class KVKind:
-    """What a layer keeps per token, by name. A plugin adds a kind with `register_kv_kind`.
-
-    Args:
-        name: the value of `KVRequest.kind`.
-        entry_shapes: request -> shape of one token's row in each tensor that `LayerKV.write` takes and `read` returns.
-    """
-
-    name: str
-    entry_shapes: EntryShapes
-
-
-KV_KINDS: dict[str, KVKind] = {
-    # K and V of each KV head.
-    "gqa": KVKind("gqa", lambda request: ((request.heads, request.dim), (request.heads, request.v_dim))),
-    # One latent vector and one rotated key part for all heads, in one row.
-    "mla": KVKind("mla", lambda request: ((request.dim,),)),
-    # One entry for all heads, which is key and value.
-    "shared_kv": KVKind("shared_kv", lambda request: ((request.dim,),)),
-    # The key by which an indexer finds the tokens that sparse attention reads: one head, so one scale a token.
-    "index_keys": KVKind("index_keys", lambda request: ((request.heads, request.dim),)),
-}
-"""Every kind by name."""
-
-
-def register_kv_kind(kind: KVKind) -> None:
-    """Add a kind of cache, so that layers may request it by name.
-
-    Raises:
-        UsageError: another kind has this name.
-    """
-    if KV_KINDS.setdefault(kind.name, kind) != kind:
-        raise UsageError(f"A KV kind named {kind.name!r} is registered already.", remedy="choose another name")
-
-
-@dataclass(frozen=True)
-class KVRequest:
-    """What one layer keeps in its cache for each token.
-
-    Args:
-        kind: a name of `KV_KINDS`: "gqa" (K and V per KV head), "mla" (one latent vector and one rotated key part for
-            all heads), "shared_kv" (one entry for all heads, which is key and value), "index_keys" (one key of an
-            indexer), or a kind that a plugin registers.
-        heads: KV heads (1 for all kinds but "gqa").
-        dim: entries per head in K ("mla": `kv_lora_rank + qk_rope_head_dim`).
-        v_dim: entries per head in V (0 for "mla": V is part of the latent).
-        window: attention reads only this many last tokens; None: all.
-        rope: "mla" and "shared_kv": the last entries of a row, which are rotated; 0: not known.
-    """
-
-    kind: str
-    heads: int
-    dim: int
-    v_dim: int = 0
-    window: int | None = None
-    rope: int = 0
-
-    @property
-    def entry_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shape of one token's row in each tensor that `LayerKV.write` takes and `read` returns.
-
-        Raises:
-            UsageError: no kind has this name.
-        """
-        kind = KV_KINDS.get(self.kind)
-        if kind is None:
-            raise UsageError(
-                f"KV kind {self.kind!r} is unknown.",
-                there_is=", ".join(sorted(KV_KINDS)),
-                remedy="register it with register_kv_kind",
-            )
-        return kind.entry_shapes(self)
-
-    @property
-    def entries(self) -> int:
-        """Numbers kept per token: the sum of the sizes of `entry_shapes`."""
-        return sum(math.prod(shape) for shape in self.entry_shapes)
-
-    def blocks_before_window(self, query_tokens: int, tokens: int, block_tokens: int) -> int:
-        """Number of leading blocks of a sequence that none of its queries sees; they may be released already.
-
-        Args:
-            query_tokens: the last `query_tokens` tokens of the sequence are queries.
-            tokens: length of the sequence.
-            block_tokens: tokens per block.
-        """
-        if self.window is None:
-            return 0
-        return max(0, tokens - query_tokens + 1 - self.window) // block_tokens
 
 
 class LayerKV(Scratch, ABC):
@@ -116,11 +24,15 @@ class LayerKV(Scratch, ABC):
 
     A slot is `block * block_tokens + offset`. Attributes: `layout` (the name that kernels state in
     `When.kv_layouts`), `block_tokens`, `request`. Kernels keep what they compute once per cache in `once(key, make)`.
+    Where an entry stands for several tokens (`KVRequest.rate`), slots, tables and `block_tokens` count entries, and
+    `Batch.for_entries` gives the step so.
     """
 
     layout: str
     block_tokens: int
     request: KVRequest
+    covered_tokens: int | None = None
+    """Tokens of a sequence that a block is for, where it has another number of entries; None: `block_tokens`."""
     shares: LayerKV | None = None
     """The cache whose memory this one uses (`share`); None: it has memory of its own."""
 
@@ -220,7 +132,8 @@ class KVLayout:
 
     Args:
         name: unique, stated by kernels in `When.kv_layouts` ("paged_64", "toy_hnbd_32").
-        block_tokens: tokens per block.
+        block_tokens: tokens per block. What is built for an entry of several tokens (`KVRequest.rate`) has
+            `KVRequest.entries_per_block` entries a block.
         build: `(request, blocks, dtype, device)` -> `LayerKV`; allocates.
         bytes_per_block: `(request, dtype)` -> bytes of one block of one layer, including padding and scales.
         kv_dtype: the registered KV dtype it stores ("auto" is the plan's dtype; "fp8", "int8", "int4", "k8v4").
@@ -288,8 +201,9 @@ class IndexedCache(NamedTuple):
     selection: Selection
 
 
-LayerCache = LayerKV | StateCache | HybridCache | IndexedCache | None
-"""What a layer is called with: entries of tokens, states of sequences, both, entries with an index, or nothing."""
+LayerCache = LayerKV | StateCache | HybridCache | IndexedCache | CompressorCache | CompressedCache | None
+"""What a layer is called with: entries of tokens, states of sequences, both, entries with an index, entries of a window
+with compressed ones, or nothing. Parts in tables of their own have the numbers of these."""
 
 
 class LayerPlace(NamedTuple):
@@ -304,7 +218,7 @@ class KVCache:
     """The caches of all layers of a model: decoder layer i uses `layers[i]`, or `by_layer[i]` where there is one.
 
     Args:
-        layers: one `LayerKV` per layer that has one; two, entries and index keys, per layer that has an indexer.
+        layers: one `LayerKV` per layer that has one; several per layer that keeps more of each token than entries.
         blocks: number of blocks in each layer; the smallest one where they differ (`pools`).
         block_tokens: tokens per block, the same for every layer.
         extra: not used by Inferplane; what a backend's `build_kv_cache` put there in 0.1. It ends with the next minor
@@ -372,6 +286,8 @@ class KVCache:
             if isinstance(cache, IndexedCache):
                 keys = None if cache.index_keys is None else others[id(cache.index_keys)]
                 return place._replace(cache=IndexedCache(others[id(cache.kv)], keys, selection))
+            if isinstance(cache, (CompressorCache, CompressedCache)):
+                return place._replace(cache=cache.convert(lambda kv, table: others[id(kv)]))
             return place._replace(cache=others.get(id(cache)))
 
         return replace(self, layers=layers, by_layer=tuple(map(convert_place, self.by_layer)))

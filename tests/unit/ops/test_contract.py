@@ -170,7 +170,8 @@ def test_variants_and_hot_marks():
     products = {"linear", "lm_head", "clamped_experts", "moe_experts"}
     sparse = {"index_select", "sparse_mla_expanded", "sparse_mla_absorbed"}
     dense = {"attention", "mla_expanded", "mla_absorbed", "shared_kv_attention"}
-    assert hot == products | dense | sparse | {"gated_delta_rule", "selective_scan"}
+    compressed = {"compress_rows", "compressed_attention"}
+    assert hot == products | dense | sparse | compressed | {"gated_delta_rule", "selective_scan"}
     assert not SampleTokens.hot
 
 
@@ -181,6 +182,7 @@ def test_meanings_are_not_inherited():
         "has_grouped_queries": ["gqa_block"],
         "has_latent_attention": ["mla_block"],
         "has_sparse_attention": ["sparse_mla_block"],
+        "has_compressed_attention": ["compressed_block"],
         "is_gated_mlp": ["gated_mlp"],
         "has_recurrence": ["recurrent_block"],
         "is_delta_net": ["gated_delta_net"],

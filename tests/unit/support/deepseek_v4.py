@@ -34,7 +34,7 @@ SIZES = {
     "o_groups": 2,
     "o_lora_rank": 12,
     "sliding_window": 20,
-    "index_n_heads": 4,
+    "index_n_heads": 24,  # of so few as 4, all may be 0 at once, and ties are broken otherwise
     "index_head_dim": 16,
     "index_topk": 6,
     "max_position_embeddings": 1024,

@@ -6,7 +6,7 @@ import torch
 from inferplane.errors import UsageError
 from inferplane.ops import Draw
 from inferplane.types import KVKind, KVRequest, LayerKV, register_kv_kind
-from inferplane.types.kv import KV_KINDS
+from inferplane.types.kv_request import KV_KINDS
 
 
 class PlainKV(LayerKV):
@@ -43,7 +43,9 @@ def test_a_plugin_names_a_kind(indexed_keys):
 def test_names_are_unique_and_known(indexed_keys):
     with pytest.raises(UsageError, match="registered already"):
         register_kv_kind(KVKind("indexed_keys", lambda request: ()))
-    with pytest.raises(UsageError, match=r"'state' is unknown.*gqa, index_keys, indexed_keys, mla"):
+    with pytest.raises(
+        UsageError, match=r"'state' is unknown.*compressor_rows, gqa, index_keys, index_rows, indexed_keys, mla"
+    ):
         assert KVRequest("state", 1, 4).entries
 
 

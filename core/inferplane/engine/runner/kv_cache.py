@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import starmap
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from inferplane.kvcache.tables import INDEX_KEYS
 from inferplane.ops import CausalLM, Op
 from inferplane.types import (
     Backend,
+    CachePart,
     HybridCache,
     IndexedCache,
     KVCache,
@@ -42,6 +44,7 @@ from inferplane.types import (
     StateCache,
     StateRequest,
 )
+from inferplane.types.compressed_cache import join_parts
 
 DEFAULT_BLOCK_TOKENS = 64
 SIMILAR = {"q8_0": "int8", "fp8_e4m3": "fp8", **dict.fromkeys(("q4_0", "q4_1"), "int4")}
@@ -232,22 +235,24 @@ class LayerRequests(NamedTuple):
         kv: the entries that attention reads. states: of sequences.
         index_keys: those by which the layer chooses what attention reads.
         is_sparse: whether attention reads what this layer or one before it chose.
+        compressed: what it keeps beside `kv` to read compressed entries, in the order of `CompressedCache`.
     """
 
     kv: KVRequest | None
     states: StateRequest | None
     index_keys: KVRequest | None = None
     is_sparse: bool = False
+    compressed: tuple[KVRequest, ...] = ()
 
     @property
     def keeps_entries_only(self) -> bool:
         """Whether it keeps entries of tokens and nothing else, as in a model of attention that reads all of them."""
-        return self.kv is not None and self.states is None and not self.is_sparse
+        return self.kv is not None and self.states is None and not self.is_sparse and not self.compressed
 
     @property
     def of_tokens(self) -> tuple[KVRequest, ...]:
         """All that it keeps of each token."""
-        return tuple(request for request in (self.kv, self.index_keys) if request is not None)
+        return tuple(request for request in (self.kv, self.index_keys, *self.compressed) if request is not None)
 
 
 def list_requests(layers: Iterable[Op]) -> list[LayerRequests]:
@@ -256,6 +261,9 @@ def list_requests(layers: Iterable[Op]) -> list[LayerRequests]:
 
 
 def _requests_of(layer: Op) -> LayerRequests:
+    if any(op.has_compressed_attention for _, op in layer.sites()):
+        kv, *compressed = layer.kv_requests()
+        return LayerRequests(kv, next(iter(layer.state_requests()), None), compressed=tuple(compressed))
     kv, index_keys, *_ = (*layer.kv_requests(), None, None)
     is_sparse = any(op.has_sparse_attention for _, op in layer.sites())
     return LayerRequests(kv, next(iter(layer.state_requests()), None), index_keys, is_sparse)
@@ -312,6 +320,9 @@ def place_caches(
             return LayerPlace(
                 IndexedCache(own, None if request.index_keys is None else next(left)[0], selection), table
             )
+        if request.compressed and own is not None:
+            parts = (next(left) for _ in request.compressed)
+            return LayerPlace(join_parts([CachePart(own, table), *starmap(CachePart, parts)]))
         states = None if request.states is None else StateCache(request.states, slots, dtype, device)
         cache: LayerCache = own or states
         return LayerPlace(HybridCache(own, states) if own is not None and states is not None else cache, table)

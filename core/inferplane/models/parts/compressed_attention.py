@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from inferplane.models.build import Build
 from inferplane.models.parts.layers import layer_kinds
 from inferplane.models.reading.config import Config
 from inferplane.models.rope import rope_table
-from inferplane.types import KVRequest, Shard, Weight
+from inferplane.types import PLAIN, KVRequest, Shard, Weight
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 RATES = {SPARSE: 4, HEAVY: 128}
@@ -28,6 +28,8 @@ class SharedKVNames:
     Args:
         q_a, q_norm, q_b: of the queries' projection. kv, kv_norm: of the entries'. o_a, o_b: of the output's.
         sinks: of the heads' sinks.
+        compressor: of the compressor; values, gates, bias, norm: of its parts.
+        indexer: of the indexer, whose compressor has the same names; index_q, index_weights: of its own parts.
     """
 
     q_a: str = "wq_a"
@@ -38,6 +40,14 @@ class SharedKVNames:
     o_a: str = "wo_a"
     o_b: str = "wo_b"
     sinks: str = "attn_sink"
+    compressor: str = "compressor"
+    values: str = "wkv"
+    gates: str = "wgate"
+    bias: str = "ape"
+    norm: str = "norm"
+    indexer: str = "indexer"
+    index_q: str = "wq_b"
+    index_weights: str = "weights_proj"
 
 
 PUBLISHED = SharedKVNames()
@@ -94,14 +104,36 @@ def count_rotated(config: Config) -> int:
     return config.size("qk_rope_head_dim", dim // 8)
 
 
-def shared_kv_attention(build: Build, *, names: SharedKVNames = PUBLISHED) -> Callable[[int, str], ops.SharedKVBlock]:
+def find_rate(config: Config, kind: str) -> int:
+    """Tokens that a compressed entry of a kind of layer stands for: `compress_rates`, or those of published models.
+
+    Raises:
+        CheckpointError: it is not a number above 0.
+    """
+    rates = config.get("compress_rates")
+    rate = rates.get(kind, RATES[kind]) if isinstance(rates, Mapping) else RATES[kind]
+    if not isinstance(rate, int) or isinstance(rate, bool) or rate < 1:
+        raise CheckpointError(
+            f"{config.name}: compress_rates has {rate!r} for {kind}, not a number of tokens.",
+            remedy="correct the entry, or fetch the file again",
+        )
+    return rate
+
+
+def shared_kv_attention(
+    build: Build, *, names: SharedKVNames = PUBLISHED
+) -> Callable[[int, str], ops.SharedKVBlock | ops.CompressedBlock]:
     """Return a function that builds a layer's attention of one KV head from the layer's number and the attention's
-    name. Layers behind the model, which draft, attend within the window alone.
+    name: within a window, or beside it over compressed entries too, all of them or those that an indexer chooses.
+    Layers behind the model, which draft, attend within the window alone.
+
+    All ranks have the compressors and the indexer whole, so that they choose the same entries without a message.
 
     Args:
         build: its config gives `num_attention_heads`, `head_dim`, `q_lora_rank`, `o_groups`, `o_lora_rank`,
-            `sliding_window`, the rotated entries (`count_rotated`), the rotation (`rotary_settings`), and the kinds
-            of layers (`compression_kinds`).
+            `sliding_window`, the rotated entries (`count_rotated`), the rotation (`rotary_settings`), the kinds of
+            layers (`compression_kinds`) and their rates (`find_rate`); with an indexer `index_n_heads`,
+            `index_head_dim` and `index_topk`.
         names: of the weights below the attention.
 
     Raises:
@@ -127,21 +159,71 @@ def shared_kv_attention(build: Build, *, names: SharedKVNames = PUBLISHED) -> Ca
         shard = Shard(0, first + number, all_groups)
         return build.linear(name, rows=inner, columns=all_heads // all_groups * dim, shards=(shard,))
 
-    def block(i: int, name: str) -> ops.SharedKVBlock:
+    def compressor(name: str, dims: ops.CompressorDims) -> ops.Compressor:
+        bias = Weight((f"{name}.{names.bias}",), (dims.rate, dims.series), torch.float32)
+        parts = (f"{name}.{names.values}", f"{name}.{names.gates}")
+        return ops.Compressor(
+            build.linear(*parts, rows=2 * dims.series, columns=width),
+            ops.EntryWrite(dims.rows),
+            ops.CompressAndWrite(
+                ops.CompressRows(bias, dims, dims.rows),
+                build.rms_norm(f"{name}.{names.norm}", dims.dim),
+                ropes["compress"],
+                ops.EntryWrite(dims.entries),
+                dims,
+                ops.RotateIndexKeys(dims.dim & -dims.dim) if dims.of_index and build.rotates_index_keys else None,
+            ),
+        )
+
+    def indexer(name: str, rate: int) -> ops.CompressedIndexer:
+        index_heads, index_dim, top = (config.size(n) for n in ("index_n_heads", "index_head_dim", "index_topk"))
+        own, dims = (
+            ops.IndexDims(index_heads, index_dim, size, top),
+            ops.CompressorDims(index_dim, rate, True, size, True),
+        )
+        weights = build.router(f"{name}.{names.index_weights}", own.heads, width)
+        if weights.weight.format == PLAIN:  # read as if it were published in float32
+            weights = replace(weights, weight=replace(weights.weight, dtype=torch.float32))
+        keys = compressor(f"{name}.{names.compressor}", dims)
+        return ops.CompressedIndexer(
+            compressor=keys,
+            wq_b=build.linear(f"{name}.{names.index_q}", rows=own.heads * own.dim, columns=rank),
+            weights_proj=weights,
+            rope=ropes["compress"],
+            select=ops.IndexSelect(own, dims.entries, rate),
+            dims=own,
+            spread=keys.compress.spread,
+        )
+
+    def compressed(plain: ops.SharedKVBlock, kind: str, name: str) -> ops.CompressedBlock:
+        """The same block, with compressed entries."""
+        rate, chooses = find_rate(config, kind), kind == SPARSE
+        dims = ops.CompressorDims(dim, rate, chooses, size)
+        own = indexer(f"{name}.{names.indexer}", rate) if chooses else None
+        few, many = (
+            ops.CompressedAttention(
+                heads, each.scale, each.kv, dims.entries, each.sinks, own.dims.top if own else 0, each.queries
+            )
+            for each in (plain.few, plain.many)
+        )
+        same = {field: getattr(plain, field) for field in plain.fields() if field not in ("few", "many")}
+        main = compressor(f"{name}.{names.compressor}", dims)
+        return ops.CompressedBlock(**same, compressor=main, indexer=own, few=few, many=many)
+
+    def block(i: int, name: str) -> ops.SharedKVBlock | ops.CompressedBlock:
         kind = kinds[i] if i < len(kinds) else SLIDING
-        config.check("layer_types", kind, (SLIDING,))
         request = KVRequest("shared_kv", 1, dim, window=window, rope=size)
         rope = ropes["main" if kind == SLIDING else "compress"]
         sinks = Weight((f"{name}.{names.sinks}",), (heads,), torch.float32, shard=build.shard(0))
         few, many = (ops.SharedKVAttention(heads, dim**-0.5, request, sinks, queries) for queries in ("few", "many"))
         kv_norm = build.rms_norm(f"{name}.{names.kv_norm}", dim)
         q_norm = ops.weightless_norm(dim, kv_norm.eps)
-        return ops.SharedKVBlock(
+        plain = ops.SharedKVBlock(
             q_a=build.linear(f"{name}.{names.q_a}", rows=rank, columns=width),
             q_a_norm=build.rms_norm(f"{name}.{names.q_norm}", rank),
             q_b=build.linear(f"{name}.{names.q_b}", rows=heads * dim, columns=rank, axis=0),
             kv=build.linear(f"{name}.{names.kv}", rows=dim, columns=width),
-            enter=ops.SharedKVNormRopeWrite(q_norm, kv_norm, rope, ops.SharedKVWrite(request)),
+            enter=ops.SharedKVNormRopeWrite(q_norm, kv_norm, rope, ops.EntryWrite(request)),
             few=few,
             many=many,
             unrotate=ops.TailRope(rope.rope, size, inverse=True),
@@ -150,5 +232,6 @@ def shared_kv_attention(build: Build, *, names: SharedKVNames = PUBLISHED) -> Ca
             heads=heads,
             reduce=build.reduce(),
         )
+        return plain if kind == SLIDING else compressed(plain, kind, name)
 
     return block

@@ -62,11 +62,12 @@ def _exchange_pairs(x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
 
 
-class SharedKVWrite(Op, name="shared_kv_write"):
-    """Store the entry of each token, which is its key and its value; rows with slot -1 are ignored.
+class EntryWrite(Op, name="entry_write"):
+    """Store an entry of each token, or of those tokens that complete one where it stands for several
+    (`Batch.for_entries`); rows without a slot are ignored.
 
     Args of the call:
-        entries: `[T, D]`, rotated. batch: its `slots` `[T]`. kv: the layer's cache, changed.
+        entries: `[T, D]`. batch: its `slots` `[T]`. kv: the cache in this batch's block table, changed.
 
     Returns:
         None.
@@ -80,25 +81,27 @@ class SharedKVWrite(Op, name="shared_kv_write"):
     kv: KVRequest
 
     def __call__(self, entries: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
-        kv.write(batch.slots, entries)
+        kv.write(batch.for_entries(kv).slots, entries)
 
     def cost(self, load: Workload) -> Cost:
         """Bytes read and written."""
-        return Cost(2 * load.tokens * self.kv.entries * load.dtype.itemsize)
+        return Cost(2 * load.tokens * self.kv.entries * load.dtype.itemsize / self.kv.rate)
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Decode and mixed steps over caches with history; V4's own size."""
+        """Decode and mixed steps over caches with history; V4's own size; entries of several tokens."""
 
-        def sample(label: str, dim: int, sequences: Sequences, kind: StepKind) -> Sample:
-            request = KVRequest("shared_kv", 1, dim, window=128)
+        def sample(label: str, dim: int, sequences: Sequences, kind: StepKind, rate: int = 1) -> Sample:
+            request = KVRequest("shared_kv", 1, dim, window=128 if rate == 1 else None, rate=rate)
             inputs = step_inputs(request, sequences, lambda d, t: (d.normal(t, dim),))
-            return Sample(label, SharedKVWrite(request), inputs, kind)
+            return Sample(label, EntryWrite(request), inputs, kind)
 
         return [
             sample("decode", 48, [(1, 5), (2, 70)], "decode"),
             sample("mixed", 48, [(1, 130), (50, 0), (9, 63)], "mixed"),
             sample("v4_decode", 512, [(1, 127), (2, 70)], "decode"),
+            sample("rate_decode", 48, [(1, 7), (1, 8), (5, 62)], "decode", 4),
+            sample("rate_mixed", 48, [(1, 127), (3, 254), (150, 0)], "mixed", 128),
         ]
 
 
@@ -122,7 +125,7 @@ class SharedKVNormRopeWrite(Op, name="shared_kv_norm_rope_write"):
     q_norm: RMSNorm
     kv_norm: RMSNorm
     rope: TailRope
-    write: SharedKVWrite
+    write: EntryWrite
 
     def __call__(self, q: torch.Tensor, kv: torch.Tensor, batch: Batch, cache: LayerKV) -> torch.Tensor:
         entries = self.rope(self.kv_norm(kv)[:, None], batch.positions)[:, 0]
@@ -154,6 +157,4 @@ def make_enter(request: KVRequest) -> SharedKVNormRopeWrite:
     """The steps before attention, for samples."""
     dim, size = request.dim, request.rope
     rope = TailRope(Rope(rope_table(size), True), size)
-    return SharedKVNormRopeWrite(
-        weightless_norm(dim, 1e-6), RMSNorm(placeholder(dim), 1e-6), rope, SharedKVWrite(request)
-    )
+    return SharedKVNormRopeWrite(weightless_norm(dim, 1e-6), RMSNorm(placeholder(dim), 1e-6), rope, EntryWrite(request))

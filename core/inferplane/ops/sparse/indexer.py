@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from inferplane.ops.attention import mask_pairs
 from inferplane.ops.basic import Rope, rope_table
 from inferplane.ops.draw import Draw, Sequences, step_inputs
 from inferplane.ops.forms.norms import LayerNorm
 from inferplane.ops.forms.rotated_activation import rotate_blocks
 from inferplane.ops.forms.rotation import PartialRope
 from inferplane.ops.linear import Linear
-from inferplane.ops.op import EXACT, ROUNDED, Comparison, Cost, Op, Sample, Workload, placeholder
+from inferplane.ops.op import EXACT, ROUNDED, Comparison, Cost, Op, Sample, Workload, extension, placeholder
 from inferplane.types import Batch, KVRequest, LayerKV, StepKind, Weight
 
 SWAPPED = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), 0.02)
@@ -94,11 +93,13 @@ class IndexSelect(Op, name="index_select", hot=True):
     """The K positions with the largest index scores that each query may see: `s = sum_j w_j relu(q_j . k)`.
 
     A query at position p chooses among 0..p; of equal scores the lower position wins. Where p < K it chooses all of
-    them, whatever the scores are. Scores and sums in float32; 0 and -0 are equal.
+    them, whatever the scores are. Scores and sums in float32; 0 and -0 are equal. With a `rate` r a key stands for r
+    tokens, positions count keys, and a query chooses among the `(p + 1) // r` whose tokens it sees.
 
     Args of the call:
         q: `[T, J, E]`, rotated. w: float32 `[T, J]`, of any sign.
-        batch: the step; its own keys are already in the cache. kv: the layer's index keys.
+        batch: the step; its own keys are already in the cache. kv: the layer's index keys, in this batch's block
+        table.
 
     Returns:
         int32 `[T, K]`: each row has the positions, in any order, then -1 for the rest. Rows of padding are undefined.
@@ -111,20 +112,25 @@ class IndexSelect(Op, name="index_select", hot=True):
 
     dims: IndexDims
     kv: KVRequest
+    rate: int = extension(1)
 
     def __call__(self, q: torch.Tensor, w: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
         chosen = torch.full((q.shape[0], self.dims.top), -1, dtype=torch.int32, device=q.device)
-        for a, b, n, table in batch.rows():
-            k = kv.read(table, n)[0][:, 0].float()
+        tables = batch.for_entries(kv).block_tables
+        for i, (a, b, tokens) in batch.list_spans():
+            if not (n := tokens // self.rate):
+                continue
+            k = kv.read(tables[i], n)[0][:, 0].float()
             s = torch.einsum("qj,qjk->qk", w[a:b], torch.einsum("qje,ke->qjk", q[a:b].float(), k).relu())
-            s = s.masked_fill(mask_pairs(b - a, n, None, q.device), -torch.inf)
-            chosen[a:b] = choose_positions(s, n, self.dims.top)
+            hidden = mask_entries(b - a, tokens, self.rate, q.device)
+            chosen[a:b] = choose_positions(s.masked_fill(hidden, -torch.inf), hidden, self.dims.top)
         return chosen
 
     def cost(self, load: Workload) -> Cost:
         """Reading the keys once; scores of all pairs."""
-        moved = load.kv_tokens * self.kv.entries * load.dtype.itemsize + 4 * load.tokens * self.dims.top
-        return Cost(moved, 2.0 * load.pairs * self.dims.heads * (self.dims.dim + 1))
+        keys, pairs = load.kv_tokens / self.rate, load.pairs / self.rate
+        moved = keys * self.kv.entries * load.dtype.itemsize + 4 * load.tokens * self.dims.top
+        return Cost(moved, 2.0 * pairs * self.dims.heads * (self.dims.dim + 1))
 
     @classmethod
     def compare(cls, got: Any, want: Any) -> Comparison:
@@ -143,16 +149,21 @@ class IndexSelect(Op, name="index_select", hot=True):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Contexts below, at and beyond K; equal scores; weights of both signs; V3.2's own sizes."""
+        """Contexts below, at and beyond K; equal scores; weights of both signs; V3.2's own sizes; keys that stand for
+        several tokens."""
         small, real = IndexDims(4, 32, 16, 16), IndexDims(64, 128, 64, 64)
 
-        def sample(label: str, d: IndexDims, sequences: Sequences, kind: StepKind, *, ties: bool = False) -> Sample:
+        def sample(
+            label: str, d: IndexDims, sequences: Sequences, kind: StepKind, *, ties: bool = False, rate: int = 1
+        ) -> Sample:
+            request = replace(d.request, rate=rate)
+
             def tensors(draw: Draw, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
                 w = draw.normal(tokens, d.heads, dtype=torch.float32)
                 return draw.normal(tokens, d.heads, d.dim), w * 0 if ties else w
 
-            inputs = step_inputs(d.request, sequences, tensors, written=True)
-            return Sample(label, IndexSelect(d, d.request), inputs, kind)
+            inputs = step_inputs(request, sequences, tensors, written=True)
+            return Sample(label, IndexSelect(d, request, rate), inputs, kind)
 
         return [
             sample("decode", small, [(1, 70), (2, 9)], "decode"),
@@ -161,23 +172,44 @@ class IndexSelect(Op, name="index_select", hot=True):
             sample("ties", small, [(2, 90), (1, 30)], "decode", ties=True),
             sample("v32_decode", real, [(1, 300), (2, 40)], "decode"),
             sample("v32_mixed", real, [(33, 150)], "mixed"),
+            sample("rate_decode", small, [(1, 2), (1, 3), (8, 60), (5, 300)], "decode", rate=4),
+            sample("rate_mixed", small, [(2, 66), (9, 120), (90, 0)], "mixed", rate=4),
+            sample("rate_ties", small, [(2, 90), (1, 130)], "decode", ties=True, rate=4),
+            sample("v4_decode", real, [(1, 300), (2, 254)], "decode", rate=4),
         ]
 
 
-def choose_positions(scores: torch.Tensor, tokens: int, top: int) -> torch.Tensor:
+def mask_entries(query_tokens: int, tokens: int, rate: int, device: torch.device) -> torch.Tensor:
+    """Mask of the entries, each of which stands for `rate` tokens, that a query must not see: those with later tokens.
+
+    Args:
+        query_tokens: the last `query_tokens` tokens of the sequence are queries.
+        tokens: length of the sequence.
+        rate: tokens that an entry stands for.
+        device: of the mask.
+
+    Returns:
+        bool `[query_tokens, tokens // rate]`.
+    """
+    query = torch.arange(tokens - query_tokens, tokens, device=device)[:, None]
+    return torch.arange(tokens // rate, device=device)[None] >= (query + 1) // rate
+
+
+def choose_positions(scores: torch.Tensor, hidden: torch.Tensor, top: int) -> torch.Tensor:
     """The positions of the largest scores of each row, the lower of equal ones, ascending, then -1: int32 `[Q, top]`.
     A row that sees no more than `top` positions has all of them, also where their scores are infinite or NaN.
 
     Args:
-        scores: float32 `[Q, tokens]` of the last Q tokens; -inf where a query does not see a position.
-        tokens: length of the sequence.
+        scores: float32 `[Q, n]`; -inf where a query does not see a position.
+        hidden: bool `[Q, n]`, where it does not see one; those that it sees come first.
         top: how many are chosen at most.
     """
-    count = min(top, tokens)
+    entries = scores.shape[1]
+    count = min(top, entries)
     found = scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-    hidden = mask_pairs(scores.shape[0], tokens, None, scores.device).gather(1, found)  # none sorts before a seen one
-    found = torch.where(hidden, tokens, found).sort(-1).values
-    found = torch.where(found == tokens, -1, found)
+    hidden = hidden.gather(1, found)  # none sorts before a seen one
+    found = torch.where(hidden, entries, found).sort(-1).values
+    found = torch.where(found == entries, -1, found)
     return torch.nn.functional.pad(found, (0, top - count), value=-1).int()
 
 

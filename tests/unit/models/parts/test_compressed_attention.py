@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.support.deepseek_v4 import SLIDING, Reference, Rig
+from tests.unit.support.deepseek_v4 import HEAVY, SLIDING, SPARSE, Reference, Rig
 
 BAR = 1e-5
 
@@ -15,7 +15,7 @@ def check(got, want):
 
 
 @pytest.mark.parametrize("steps", [[95], [1] * 45, [19, 1, 1, 1, 40], [20, 21, 3, 8, 1], [7] * 13])
-@pytest.mark.parametrize("kind", [SLIDING])
+@pytest.mark.parametrize("kind", [SLIDING, SPARSE, HEAVY])
 def test_any_chunks_as_transformers(kind, steps):
     reference = Reference(kind)
     x = torch.randn(sum(steps), 48)
@@ -26,7 +26,7 @@ def test_any_chunks_as_transformers(kind, steps):
     check(torch.cat(got), reference(x))
 
 
-@pytest.mark.parametrize("kind", [SLIDING])
+@pytest.mark.parametrize("kind", [SLIDING, SPARSE, HEAVY])
 def test_ragged_steps_as_transformers(kind):
     reference, lengths = Reference(kind, seed=1), (70, 23, 140)
     rig = Rig(reference)

@@ -30,15 +30,16 @@ def test_of_equal_scores_the_lower_position_wins(values, top):
     scores[::3] *= -0.0  # zeros of both signs are equal
     scores = scores.masked_fill(mask_pairs(200, 264, None, scores.device)[:, 200:], -torch.inf)
     want = pick(scores, top)
-    assert torch.equal(choose_positions(scores, 64, top), want)
+    assert torch.equal(choose_positions(scores, scores == -torch.inf, top), want)
     assert torch.equal(take_largest(scores, top), want)
 
 
 @pytest.mark.parametrize("score", [-math.inf, math.inf, math.nan, 0.0])
 def test_rows_that_see_no_more_than_are_chosen_have_all(score):
     """Whatever the scores are; the last rows see more than are chosen, and never a later position."""
-    scores = torch.full((9, 9), score).masked_fill(mask_pairs(9, 9, None, torch.device("cpu")), -torch.inf)
-    for row, found in enumerate(choose_positions(scores, 9, 5).tolist()):
+    hidden = mask_pairs(9, 9, None, torch.device("cpu"))
+    scores = torch.full((9, 9), score).masked_fill(hidden, -torch.inf)
+    for row, found in enumerate(choose_positions(scores, hidden, 5).tolist()):
         want = list(range(min(row + 1, 5)))
         assert found == want + [-1] * (5 - len(want))
 
