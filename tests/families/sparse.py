@@ -40,7 +40,7 @@ V4: dict[str, Any] = {
     "o_groups": 2,
     "o_lora_rank": 12,
     "sliding_window": 20,
-    "index_n_heads": 4,
+    "index_n_heads": 24,
     "index_head_dim": 16,
     "index_topk": 6,
     "num_nextn_predict_layers": 0,
@@ -91,15 +91,25 @@ SPARSE: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
         "DeepseekV4Config",
         V4,
         {
-            "window": {
-                "layer_types": ["sliding_attention"] * 3,
+            "all": {
+                "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
                 "mlp_layer_types": ["hash_moe", "moe", "hash_moe"],
+                "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
                 "swiglu_limit": 0.5,
+            },
+            "window": {"layer_types": ["sliding_attention"] * 3, "mlp_layer_types": ["hash_moe", "moe", "moe"]},
+            "yarn": {
+                "num_hidden_layers": 4,
+                "rope": {**YARN, "original_max_position_embeddings": 64},
+                "index_topk": 24,
+                "num_experts_per_tok": 1,
             },
             "streams": {
                 "num_hidden_layers": 2,
-                "layer_types": ["sliding_attention"] * 2,
+                "layer_types": ["sliding_attention", "compressed_sparse_attention"],
                 "mlp_layer_types": ["moe", "moe"],
+                "compress_rates": {"compressed_sparse_attention": 8},
+                "index_topk": 11,
                 "hc_mult": 3,
                 "hc_sinkhorn_iters": 2,
                 "hc_eps": 1e-3,

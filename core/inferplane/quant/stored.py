@@ -234,10 +234,10 @@ def _is_projection(name: str) -> bool:
     parts = name.removesuffix(".weight").split(".")
     expert = "experts" in parts and parts[-1] in ("w1", "w2", "w3")
     inside = "self_attn" in parts or "mlp" in parts
-    if "compressor" in parts:  # DeepSeek-V4 publishes but one of its projections in FP8
-        return parts[-1] == "q_b_proj"
+    if "compressor" in parts:  # whose projections are published in bfloat16
+        return False
     if "indexer" in parts:  # whose weights of heads are published in float32
-        return parts[-1] in ("wq_b", "wk")
+        return parts[-1] in ("wq_b", "wk", "q_b_proj")
     return expert or (inside and parts[-1].endswith(("_proj", "_proj_with_mqa")))
 
 

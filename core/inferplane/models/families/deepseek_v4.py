@@ -28,7 +28,8 @@ from inferplane.types import Weight
 KINDS = ("main", "compress")
 COUNT, HASH, TOP = "n_routed_experts", "hash_moe", "moe"
 NAMES = SharedKVNames(
-    "q_a_proj", "q_a_norm", "q_b_proj", "kv_proj", "kv_norm", "o_a_proj", "o_b_proj", "sinks"
+    "q_a_proj", "q_a_norm", "q_b_proj", "kv_proj", "kv_norm", "o_a_proj", "o_b_proj", "sinks",
+    values="kv_proj", gates="gate_proj", bias="position_bias", norm="kv_norm", index_q="q_b_proj",
 )  # fmt: skip
 """The attention's names in transformers, to which published ones are brought."""
 RENAMES = {
@@ -41,10 +42,9 @@ RENAMES = {
     r"\.ffn_norm\.": ".post_attention_layernorm.",
     r"\.attn\.": ".self_attn.",
     r"\.ffn\.": ".mlp.",
-    r"\.indexer\.compressor\.": ".compressor.indexer.",
-    r"\.self_attn\.indexer\.": ".self_attn.compressor.indexer.",
-    r"\.indexer\.weights_proj\.": ".indexer.scorer.weights_proj.",
-    r"(\.self_attn(?:\.compressor)?(?:\.indexer)?)\.norm\.": r"\1.kv_norm.",
+    r"\.compressor\.indexer\.(?:scorer\.)?(q_b_proj|wq_b|weights_proj)\.": r".indexer.\1.",
+    r"\.compressor\.indexer\.": ".indexer.compressor.",
+    r"(\.self_attn(?:\.indexer)?(?:\.compressor)?)\.norm\.": r"\1.kv_norm.",
     r"\.q_norm\.": ".q_a_norm.",
     r"\.w(q_a|q_b|kv|gate|o_a|o_b)\.": r".\1_proj.",
     r"\.attn_sink$": ".sinks",
