@@ -72,9 +72,8 @@ class Caches:
 
         Args:
             kv: a cache from `build`.
-            batch: the step; its sequences are in the cache already.
+            batch: the step as the cache sees it (`views_in`); its sequences are in the cache already.
         """
-        batch = batch.for_entries(kv)
         lens, (_, blocks) = batch.lens(), self._built[id(kv)]
         used = torch.zeros(blocks * kv.block_tokens, dtype=torch.bool)
         for n, table in zip(lens.seq_lens, to_host(batch.block_tables).long(), strict=True):

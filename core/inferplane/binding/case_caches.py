@@ -70,7 +70,8 @@ class WatchedCaches:
         twins = zip(_twins_in(ideal), views_in(ideal), strict=True)
         for (kv, batch), (twin, host) in zip(zip(self.caches, self.views, strict=True), twins, strict=True):
             worst = max(worst, twin.error)
-            for i, (first, last, n, table) in enumerate(host.rows()):  # padded sequences come last
+            for i, (first, last, n) in host.list_spans():
+                table = host.block_tables[i]
                 skipped = kv.request.blocks_before_window(last - first, n, kv.block_tokens)
                 n -= skipped * kv.block_tokens
                 stored = to_host(kv.read(batch.block_tables[i, skipped:], n), widen=True)

@@ -19,8 +19,8 @@ FAULTS = {
     "last row halved": lambda t: torch.cat((t[:-1], t[-1:] * 0.5)),
     "nan": lambda t: t * torch.nan,
 }
-WRITES = ("kv_write", "mla_kv_write", "index_key_write")
-CHOOSES = ("sample", "index_select", "lightning_indexer")
+WRITES = tuple(op.name for op in IN_TREE if op.writes_cache)
+CHOOSES = ("sample", "index_select", "lightning_indexer", "compressed_indexer")
 SAMPLED = [op for op in IN_TREE if op.samples() and op.name not in (*WRITES, *CHOOSES)]
 
 

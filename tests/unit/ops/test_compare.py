@@ -11,7 +11,7 @@ from inferplane.ops import OPS, Draw, MoERoute, RMSNorm
 from inferplane.ops.op import as_tuple, relative_error
 from tests.unit.support.small import F32, plan
 
-WRITES = ("kv_write", "mla_kv_write", "index_key_write")
+WRITES = ("kv_write", "mla_kv_write", "index_key_write", "entry_write", "compress_and_write", "compressor")
 ROWS = [
     pytest.param(s, id=s.op.name)
     for s in (

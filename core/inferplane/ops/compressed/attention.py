@@ -199,13 +199,13 @@ class CompressedAttention(Op, name="compressed_attention", hot=True):
             sample("decode", small, 4, 4, 8, [(1, 5), (1, 90), (1, 2)], "few"),
             sample("first_token", small, 4, 4, 8, [(1, 0)], "few"),
             sample("drafts", small, 4, 6, 8, [(1, 19), (1, 20), (3, 64), (8, 127)], "few"),
-            sample("all", small, 32, 4, 0, [(1, 31), (1, 30), (3, 64), (8, 127)], "few"),
+            sample("all", small, 64, 4, 0, [(1, 63), (1, 62), (3, 64), (8, 127)], "few"),
             sample("v4_decode", real, 4, 4, 24, [(1, 200), (2, 127), (1, 128)], "few"),
             sample("v4_all", real, 128, 4, 0, [(1, 200), (2, 126), (1, 300)], "few"),
             sample("scaled", small, 4, 4, 8, [(1, 5), (3, 90)], "few", OTHER_SCALE),
             sample("prefill", small, 4, 4, 8, [(70, 0), (19, 0)], "many"),
             sample("chunks", small, 4, 4, 8, [(9, 90), (33, 64), (64, 128)], "many"),
-            sample("all_chunks", small, 32, 4, 0, [(70, 0), (33, 64), (64, 128)], "many"),
+            sample("all_chunks", small, 64, 4, 0, [(70, 0), (33, 64), (64, 140)], "many"),
             sample("v4_chunks", real, 4, 2, 24, [(65, 0), (12, 130)], "many"),
         ]
 

@@ -161,8 +161,8 @@ class CompressedBlock(Op, name="compressed_block", extension=True):
             sample("decode", 4, [(1, 430), (3, 20), (1, 0)], "decode"),
             sample("prefill", 4, [(32, 0), (20, 0)], "mixed"),
             sample("mixed", 4, [(1, 250), (2, 17), (20, 0), (11, 300)], "mixed"),
-            sample("all_decode", 32, [(1, 130), (3, 62), (1, 0)], "decode"),
-            sample("all_mixed", 32, [(1, 31), (2, 17), (70, 0), (11, 120)], "mixed"),
+            sample("all_decode", 64, [(1, 130), (3, 62), (1, 0)], "decode"),
+            sample("all_mixed", 64, [(1, 63), (2, 17), (70, 0), (11, 120)], "mixed"),
         ]
 
 

@@ -62,10 +62,11 @@ class CompressRows(Op, name="compress_rows", hot=True):
     which the first entry of a sequence lacks.
 
     Args of the call:
-        batch: the step; the step's own rows are already in the cache. rows: the rows, in this batch's block table.
+        rows: `[T, 2 D]` or `[T, 4 D]`, the step's own rows, which are already in the cache.
+        batch: the step. kv: the cache of rows, in this batch's block table.
 
     Returns:
-        `[T, D]` in the plan's dtype; zero for tokens that are not the last of r.
+        `[T, D]` in the dtype of `rows`; zero for tokens that are not the last of r.
 
     Fields: `bias` float32 `[r, D]`, or `[r, 2 D]` with an overlap, by the place of a token among its r; `dims`; `kv`
     the request of rows.
@@ -79,18 +80,16 @@ class CompressRows(Op, name="compress_rows", hot=True):
     dims: CompressorDims
     kv: KVRequest
 
-    def __call__(self, batch: Batch, rows: LayerKV) -> torch.Tensor:
-        d = self.dims
-        bias, out = values(self.bias), None  # type: ignore[arg-type]
+    def __call__(self, rows: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+        d, span = self.dims, self.kv.window or 1
+        bias, out = values(self.bias), rows.new_zeros(rows.shape[0], self.dims.dim)  # type: ignore[arg-type]
         for a, b, n, table in batch.rows():
-            skipped = self.kv.blocks_before_window(b - a, n, rows.block_tokens) * rows.block_tokens
-            stored = rows.read(table[skipped // rows.block_tokens :], n - skipped)[0]
-            if out is None:
-                out = stored.new_zeros(batch.tokens, d.dim)
+            skipped = self.kv.blocks_before_window(b - a, n, kv.block_tokens)
+            first = skipped * kv.block_tokens
+            stored = kv.read(table[skipped:], n - first)[0]
             for last in list_lasts(b - a, n, d.rate):
-                own = compress(stored[max(0, last + 1 - self.kv.window - skipped) : last + 1 - skipped], bias, d)  # type: ignore[operator]
-                out[a + last - (n - (b - a))] = own.to(out.dtype)
-        assert out is not None, "a step without sequences"
+                made = compress(stored[max(0, last + 1 - span - first) : last + 1 - first], bias, d)
+                out[b - n + last] = made.to(out.dtype)
         return out
 
     def cost(self, load: Workload) -> Cost:
@@ -102,12 +101,13 @@ class CompressRows(Op, name="compress_rows", hot=True):
     def samples(cls) -> Sequence[Sample]:
         """Decode, drafts, prefill and chunks, with entries at each place of a step; with and without an overlap; the
         first entry; V4's own sizes."""
-        small, plain = CompressorDims(32, 4, True, 16), CompressorDims(32, 24, False, 16)
+        small, plain = CompressorDims(32, 4, True, 16), CompressorDims(32, 64, False, 16)
         real, heavy = CompressorDims(512, 4, True, 64), CompressorDims(512, 128, False, 64)
 
         def sample(label: str, d: CompressorDims, sequences: Sequences, kind: StepKind) -> Sample:
             def inputs(draw: Draw) -> tuple[Any, ...]:
-                return draw.step(d.rows, sequences, written=True)
+                batch, kv = draw.step(d.rows, sequences, written=True)
+                return read_own_rows(batch, kv), batch, kv
 
             return Sample(label, CompressRows(make_bias(d), d, d.rows), inputs, kind)
 
@@ -115,8 +115,8 @@ class CompressRows(Op, name="compress_rows", hot=True):
             sample("decode", small, [(1, 7), (1, 90), (1, 3)], "decode"),
             sample("drafts", small, [(1, 0), (8, 64), (5, 126), (4, 0)], "decode"),
             sample("mixed", small, [(1, 43), (20, 0), (33, 90)], "mixed"),
-            sample("plain_decode", plain, [(1, 23), (3, 46), (1, 24)], "decode"),
-            sample("plain_mixed", plain, [(1, 95), (50, 0), (24, 72)], "mixed"),
+            sample("plain_decode", plain, [(1, 63), (3, 126), (1, 64)], "decode"),
+            sample("plain_mixed", plain, [(1, 127), (150, 0), (64, 70)], "mixed"),
             sample("v4_decode", real, [(1, 127), (4, 70)], "decode"),
             sample("v4_heavy", heavy, [(2, 126), (1, 255), (1, 130)], "decode"),
         ]
@@ -151,8 +151,8 @@ class CompressAndWrite(Op, name="compress_and_write"):
     have, it is applied last.
 
     Args of the call:
-        batch: the step, with the block tables of both parts. cache: the rows, with the step's own, and the entries,
-        changed.
+        rows: `[T, 2 D]` or `[T, 4 D]`, the step's own rows, which are already in the cache.
+        batch: the step, with the block tables of both parts. cache: the rows, and the entries, changed.
 
     Returns:
         None.
@@ -170,8 +170,8 @@ class CompressAndWrite(Op, name="compress_and_write"):
     dims: CompressorDims
     spread: RotateIndexKeys | None = None
 
-    def __call__(self, batch: Batch, cache: CompressorCache) -> None:
-        made = self.norm(self.compress(batch.for_table(cache.rows.table), cache.rows.kv))
+    def __call__(self, rows: torch.Tensor, batch: Batch, cache: CompressorCache) -> None:
+        made = self.norm(self.compress(rows, batch.for_table(cache.rows.table), cache.rows.kv))
         made = self.rope(made[:, None], (batch.positions + 1 - self.dims.rate).clamp(min=0))
         if self.spread is not None:
             made = self.spread(made)
@@ -180,13 +180,14 @@ class CompressAndWrite(Op, name="compress_and_write"):
     @classmethod
     def samples(cls) -> Sequence[Sample]:
         """As of `compress_rows`; entries and index keys; spread keys."""
-        small, plain = CompressorDims(48, 4, True, 16), CompressorDims(48, 32, False, 16)
+        small, plain = CompressorDims(48, 4, True, 16), CompressorDims(48, 64, False, 16)
         keys, heavy = CompressorDims(32, 4, True, 16, True), CompressorDims(512, 128, False, 64)
 
         def sample(label: str, d: CompressorDims, sequences: Sequences, kind: StepKind, *, spread: int = 0) -> Sample:
             def inputs(draw: Draw) -> tuple[Any, ...]:
                 batch, (rows, entries) = draw_caches(draw, [(d.rows, True), (d.entries, False)], sequences)
-                return batch, CompressorCache(rows, entries)
+                own = read_own_rows(batch.for_table(rows.table), rows.kv)
+                return own, batch, CompressorCache(rows, entries)
 
             return Sample(label, make_compress(d, spread), inputs, kind)
 
@@ -194,8 +195,8 @@ class CompressAndWrite(Op, name="compress_and_write"):
             sample("decode", small, [(1, 7), (1, 90), (1, 3)], "decode"),
             sample("drafts", small, [(1, 0), (8, 64), (5, 126), (4, 0)], "decode"),
             sample("mixed", small, [(1, 43), (20, 0), (33, 90)], "mixed"),
-            sample("plain_decode", plain, [(1, 31), (3, 62), (1, 24)], "decode"),
-            sample("plain_mixed", plain, [(1, 95), (50, 0), (24, 72)], "mixed"),
+            sample("plain_decode", plain, [(1, 63), (3, 126), (1, 24)], "decode"),
+            sample("plain_mixed", plain, [(1, 127), (150, 0), (64, 70)], "mixed"),
             sample("keys", keys, [(1, 7), (5, 90)], "decode"),
             sample("keys_spread", keys, [(1, 7), (5, 90)], "decode", spread=32),
             sample("v4_heavy", heavy, [(2, 126), (1, 255), (1, 130)], "decode"),
@@ -224,13 +225,14 @@ class Compressor(Op, name="compressor"):
     compress: CompressAndWrite
 
     def __call__(self, x: torch.Tensor, batch: Batch, cache: CompressorCache) -> None:
-        self.write(self.project(x), batch.for_table(cache.rows.table), cache.rows.kv)
-        self.compress(batch, cache)
+        rows = self.project(x)
+        self.write(rows, batch.for_table(cache.rows.table), cache.rows.kv)
+        self.compress(rows, batch, cache)
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
         """Decode and mixed steps, with and without an overlap."""
-        small, plain = CompressorDims(48, 4, True, 16), CompressorDims(48, 32, False, 16)
+        small, plain = CompressorDims(48, 4, True, 16), CompressorDims(48, 64, False, 16)
 
         def sample(label: str, d: CompressorDims, sequences: Sequences, kind: StepKind) -> Sample:
             def inputs(draw: Draw) -> tuple[Any, ...]:
@@ -242,9 +244,15 @@ class Compressor(Op, name="compressor"):
         return [
             sample("decode", small, [(1, 7), (5, 90), (1, 3)], "decode"),
             sample("mixed", small, [(1, 43), (20, 0), (33, 90)], "mixed"),
-            sample("plain_decode", plain, [(1, 31), (3, 62), (1, 24)], "decode"),
-            sample("plain_mixed", plain, [(1, 95), (50, 0), (24, 72)], "mixed"),
+            sample("plain_decode", plain, [(1, 63), (3, 126), (1, 24)], "decode"),
+            sample("plain_mixed", plain, [(1, 127), (150, 0), (64, 70)], "mixed"),
         ]
+
+
+def read_own_rows(batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """The rows of a step's tokens, which are in the cache, for samples."""
+    rows = [kv.read(table, n)[0][n - (b - a) :] for a, b, n, table in batch.rows()]
+    return torch.cat(rows)
 
 
 def make_bias(d: CompressorDims) -> Weight:

@@ -81,7 +81,7 @@ class EntryWrite(Op, name="entry_write"):
     kv: KVRequest
 
     def __call__(self, entries: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
-        kv.write(batch.for_entries(kv).slots, entries)
+        kv.write(batch.for_entries(kv).slots, entries.reshape(-1, *self.kv.entry_shapes[0]))
 
     def cost(self, load: Workload) -> Cost:
         """Bytes read and written."""
