@@ -28,9 +28,11 @@ def ragged(runner: Runner, many: list[list[int]]) -> tuple[list[torch.Tensor], s
         for entry in layer.entries:  # type: ignore[attr-defined]
             entry.fill_(float("nan"))
     draw = random.Random(5)  # of the steps, which do not depend on the cache's size
-    pool = random.Random(6).sample(range(cache.blocks), cache.blocks)
+    shuffle = random.Random(6)
+    pools = [shuffle.sample(range(blocks), blocks) for blocks in cache.list_pools()]
     tables = [
-        [[pool.pop() for _ in range(0, len(ids), cache.block_tokens)] for _ in range(cache.num_tables)] for ids in many
+        [[pools[pool].pop() for _ in range(0, len(ids), cache.block_tokens)] for pool in runner.tables.list_pools()]
+        for ids in many
     ]
     done: list[int] = [0] * len(many)
     got: list[list[torch.Tensor]] = [[] for _ in many]

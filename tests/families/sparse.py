@@ -108,7 +108,7 @@ SPARSE: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
                 "num_hidden_layers": 2,
                 "layer_types": ["sliding_attention", "compressed_sparse_attention"],
                 "mlp_layer_types": ["moe", "moe"],
-                "compress_rates": {"compressed_sparse_attention": 8},
+                "compress_rates": {"compressed_sparse_attention": 8, "heavily_compressed_attention": 32},
                 "index_topk": 11,
                 "hc_mult": 3,
                 "hc_sinkhorn_iters": 2,
