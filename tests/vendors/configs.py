@@ -310,6 +310,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": V3,
     "deepseek_v32": {**_SPARSE, "architectures": ["DeepseekV32ForCausalLM"], "n_group": 4, "topk_group": 2},
     "glm_moe_dsa": {**_SPARSE, "architectures": ["GlmMoeDsaForCausalLM"], "indexer_types": ["full", "shared"]},
+    "deepseek_v4": {
+        **_SMALL,
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "layer_types": ["sliding_attention", "compressed_sparse_attention"],
+        "mlp_layer_types": ["hash_moe", "moe"],
+        "head_dim": 128,
+        "num_key_value_heads": 1,
+        "qk_rope_head_dim": 64,
+        "q_lora_rank": 64,
+        "o_groups": 2,
+        "o_lora_rank": 64,
+        "sliding_window": 20,
+        "index_n_heads": 4,
+        "index_head_dim": 64,
+        "index_topk": 8,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64,
+    },
     **{family: {**_SMALL, **entries} for family, entries in DENSE.items()},
 }
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash")
@@ -319,13 +338,15 @@ EXPERTS = (
     *("minimax_m2", "olmoe", "flex_olmo", "hunyuan_v1_moe", "granitemoe", "granitemoeshared", "gpt_oss"),
     *("deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_5_moe", "granitemoehybrid", "lfm2_moe", "llama4", "phimoe"),
     *("qwen3_vl_moe", "glm4v_moe", "kimi_linear", "mimo_v2_flash", "longcat_flash", "hy_v3", "step3p7"),
-    *("deepseek_v32", "glm_moe_dsa"),
+    *("deepseek_v32", "glm_moe_dsa", "deepseek_v4"),
 )
-CHOSEN_TOKENS = ("deepseek_v32", "glm_moe_dsa")
+CHOSEN_TOKENS = ("deepseek_v32", "glm_moe_dsa", "deepseek_v4")
 """Families whose attention reads tokens that an indexer chose."""
 COMPOSED_ATTENTION = ("gpt_oss", "gemma2", "llama4", "mimo_v2_flash", "deepseek_v32", "glm_moe_dsa")
 """Families with sinks, a soft cap, chunks or chosen tokens: core composes their attention where a backend's kernels do
 not compute these."""
+ON_BODIES = ("deepseek_v4",)
+"""Families whose attention no kernel computes: the ops' bodies run."""
 RECURRENT = (
     *("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "falcon_h1"),
     "kimi_linear",
@@ -333,7 +354,7 @@ RECURRENT = (
 """Families with recurrent layers, for which no layer behind the model drafts."""
 TEXT_PARTS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe", "step3p7")
 """Text parts of multimodal models, of which the engine says that they are no more; their layers are other families'."""
-OWN_ATTENTION = tuple(f for f in FAMILIES if f not in (*COMPOSED_ATTENTION, *RECURRENT, *TEXT_PARTS))
+OWN_ATTENTION = tuple(f for f in FAMILIES if f not in (*COMPOSED_ATTENTION, *ON_BODIES, *RECURRENT, *TEXT_PARTS))
 """Families that the engine serves with drafts on a backend's own kernels."""
 
 

@@ -23,6 +23,8 @@ from inferplane.types import (
 )
 from inferplane.types.batch import Query, make_batch
 
+MOST = 2**15
+"""Weights of integers are drawn below it."""
 BuildKV = Callable[[KVRequest, int], LayerKV]
 Sequences = Sequence[tuple[int, int]]
 """`(query tokens, tokens before)` of each sequence of a step, those with few query tokens first."""
@@ -132,6 +134,8 @@ class Draw:
         dtype = weight.dtype or self.dtype
         if weight.make is not None:
             return weight.make().to(dtype)
+        if not dtype.is_floating_point:
+            return torch.randint(0, MOST, weight.shape, generator=self.generator).to(dtype)
         fan_in = weight.shape[-1] if len(weight.shape) > 1 else 1
         values = torch.randn(*weight.shape, generator=self.generator) / math.sqrt(fan_in)
         if len(weight.shape) == 1:

@@ -19,8 +19,9 @@ from inferplane.types import Weight
 class HashRoute(Op, name="hash_route", extension=True):
     """Look up a token's experts by its id, and weigh them by the router's logits, in float32.
 
-    `chosen = table[ids]; weights = score(logits)[chosen]`, divided when `renormalize` by their sum, times `factor`. The
-    cost is not counted: it is small beside the experts.
+    `chosen = table[ids] mod E; weights = score(logits)[chosen]`, divided when `renormalize` by their sum, times
+    `factor`. So a damaged table names no expert that is not there. The cost is not counted: it is small beside the
+    experts.
 
     Args of the call:
         logits: float32 `[T, E]`. ids: int64 `[T]`, token ids.
@@ -48,7 +49,7 @@ class HashRoute(Op, name="hash_route", extension=True):
         return self.table.shape[1]
 
     def __call__(self, logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        chosen = self.table[ids].long()  # type: ignore[index]
+        chosen = self.table[ids].long() % logits.shape[1]  # type: ignore[index]
         weights = score_experts(logits.float(), self.score).gather(1, chosen)
         if self.renormalize:
             weights = weights / (weights.sum(-1, keepdim=True) + NONZERO)
