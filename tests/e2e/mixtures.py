@@ -7,9 +7,12 @@ import random
 import torch
 
 from inferplane.engine.runner.model_runner import Runner
-from inferplane.kvcache import StatePool
+from inferplane.kvcache import StatePool, blocks_held
 from inferplane.types import StateCache, StateSlots
 from inferplane.types.batch import FEW_TOKENS, Query, make_batch
+
+COUNTS = (1, 1, 2, 7, 8, 9, 20, 40)
+"""Tokens of a sequence in a step."""
 
 
 def ragged(runner: Runner, many: list[list[int]]) -> tuple[list[torch.Tensor], set[tuple[str, bool, bool]]]:
@@ -28,17 +31,13 @@ def ragged(runner: Runner, many: list[list[int]]) -> tuple[list[torch.Tensor], s
         for entry in layer.entries:  # type: ignore[attr-defined]
             entry.fill_(float("nan"))
     draw = random.Random(5)  # of the steps, which do not depend on the cache's size
-    shuffle = random.Random(6)
-    pools = [shuffle.sample(range(blocks), blocks) for blocks in cache.list_pools()]
-    tables = [
-        [[pools[pool].pop() for _ in range(0, len(ids), cache.block_tokens)] for pool in runner.tables.list_pools()]
-        for ids in many
-    ]
+    pools = [random.Random(6).sample(range(total), total) for total in cache.list_pools()]
+    tables = [tables_of(runner, len(ids), pools) for ids in many]
     done: list[int] = [0] * len(many)
     got: list[list[torch.Tensor]] = [[] for _ in many]
     kinds = set()
     while live := [i for i, ids in enumerate(many) if done[i] < len(ids)]:
-        chosen = [(i, min(draw.choice((1, 1, 2, 7, 8, 9, 20, 40)), len(many[i]) - done[i])) for i in live]
+        chosen = [(i, min(draw.choice(COUNTS), len(many[i]) - done[i])) for i in live]
         chosen = sorted(draw.sample(chosen, draw.randint(1, len(chosen))), key=lambda c: c[1] > FEW_TOKENS)
         queries = [
             Query(many[i][done[i] : done[i] + n], done[i], tables[i][0], more_blocks=tables[i][1:], state=slots[i])
@@ -54,6 +53,17 @@ def ragged(runner: Runner, many: list[list[int]]) -> tuple[list[torch.Tensor], s
                 slots[i] = StateSlots(pair.write, pair.read)
         kinds.add((batch.kind, batch.few is not None, batch.many is not None))
     return [torch.cat(rows) for rows in got], kinds
+
+
+def tables_of(runner: Runner, tokens: int, pools: list[list[int]]) -> list[list[int]]:
+    """Blocks of a sequence in each table, taken from the pools. Of pools behind the first it takes what it holds at a
+    time, and uses blocks again that it would release."""
+    plan, made = runner.tables, []
+    for window, number in zip(plan.windows, plan.list_pools()):
+        count = blocks_held([window if number else None], tokens, max(COUNTS), runner.block_tokens)
+        own = [pools[number].pop() for _ in range(count)]
+        made.append([own[i % count] for i in range(-(-tokens // runner.block_tokens))])
+    return made
 
 
 def unwritten(states: StateCache, slots: int) -> StateCache:

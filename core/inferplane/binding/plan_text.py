@@ -120,21 +120,22 @@ def _windows(data: Mapping[str, Any]) -> str:
     """Which tokens the cache keeps if layers attend to a window, or that it keeps index keys too."""
     windows = {layout["window"] for layout in data["kv_layouts"]}
     found = data.get("kv_tables", {"tables": [], "shared_because": ""})
+    keys = f"; {found['index_keys']} layers also keep index keys" if "index_keys" in found else ""
     if windows <= {None}:
-        return f"; {found['index_keys']} layers also keep index keys" if "index_keys" in found else ""
+        return keys
     layers: Counter[int | None] = Counter()
     for table in found["tables"]:
         layers[table["window"]] += table["layers"]
     released = sorted(window for window in layers if window is not None)
     if released and len(layers) == 1:
-        return f"; blocks before the last {released[0]} tokens are released"
+        return f"; blocks before the last {released[0]} tokens are released" + keys
     if released:
         parts = (f"the last {window} tokens of {layers[window]} layers" for window in released)
-        return f"; blocks before {' and before '.join(parts)} are released"
+        return f"; blocks before {' and before '.join(parts)} are released" + keys
     if not found["shared_because"]:
-        return ""
+        return keys
     some = ", ".join(map(str, sorted(windows - {None})))
-    return f"; layers with a window of {some} keep all tokens too, because {found['shared_because']}"
+    return f"; layers with a window of {some} keep all tokens too, because {found['shared_because']}" + keys
 
 
 def _table(lines: list[SiteRow], width: int, *, verbose: bool) -> Iterator[Line]:

@@ -24,6 +24,8 @@ MAX_WIDEST_PADDING = 0.03
 
 INDEX_KEYS = "index_keys"
 """The kind of what a layer keeps beside its entries, in the same table, and in a storage of its own."""
+SHARED_KV, COMPRESSOR_ROWS = "shared_kv", ("compressor_rows", "index_rows")
+"""The kinds of entries that are keys and values, and of what compressors make them and index keys from."""
 Windows = Sequence[int | None]
 """The widest window of the layers of each block table, in tokens; None: a layer attends to all."""
 
@@ -108,8 +110,10 @@ class TablePlan:
     def count_layers(self) -> tuple[int, ...]:
         """The number of layers of each table."""
         kinds = [self.storages[storage].kind for storage in self.storage_of]
-        tables = [table for table, kind in zip(self.table_of, kinds) if kind != INDEX_KEYS]
-        return tuple(tables.count(table) for table in range(self.num_tables))
+        beside = {INDEX_KEYS, *COMPRESSOR_ROWS}
+        tables = [table for table, kind in zip(self.table_of, kinds) if kind not in beside]
+        alone = [table for table, kind in zip(self.table_of, kinds) if kind == COMPRESSOR_ROWS[0]]
+        return tuple(tables.count(table) or alone.count(table) for table in range(self.num_tables))
 
 
 def single_table(requests: Sequence[KVRequest], also: Sequence[KVRequest] = (), reason: str = "") -> TablePlan:

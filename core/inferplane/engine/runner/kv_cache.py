@@ -27,7 +27,7 @@ from inferplane.kvcache import (
     static_layout,
 )
 from inferplane.kvcache.int4 import DTYPES as INT4_DTYPES
-from inferplane.kvcache.tables import INDEX_KEYS
+from inferplane.kvcache.tables import COMPRESSOR_ROWS, INDEX_KEYS, SHARED_KV
 from inferplane.ops import CausalLM, Op
 from inferplane.types import (
     Backend,
@@ -71,7 +71,8 @@ def kv_layouts_for(
     size of the options. Binding then picks one that the attention kernels read.
 
     Index keys have a scale a token, and the dtype of `index_key_dtype`, or at least 8 bits whatever the entries beside
-    them have: which tokens are read depends on them.
+    them have: which tokens are read depends on them. Entries that stand for several tokens have at least 8 bits, too;
+    rows of compressors are in the plan's dtype.
 
     Args:
         backend: of the device; core's paged layouts if it has none of its own.
@@ -90,11 +91,14 @@ def kv_layouts_for(
         paged_layout(DEFAULT_BLOCK_TOKENS, kv_dtype) for kv_dtype in list_kv_dtypes(request)
     ]
     kv_dtype = options.kv_cache_dtype.removesuffix(STATIC_SUFFIX)
-    if is_index := request.kind == INDEX_KEYS:
-        as_cache = "int8" if kv_dtype in INT4_DTYPES else kv_dtype
-        kv_dtype = {"auto": as_cache, "none": "auto"}.get(options.index_key_dtype, options.index_key_dtype)
+    kv_dtype = "auto" if request.kind in COMPRESSOR_ROWS else kv_dtype
+    has_own_scales = request.kind in (INDEX_KEYS, SHARED_KV, *COMPRESSOR_ROWS)
+    if has_own_scales and kv_dtype in INT4_DTYPES:
+        kv_dtype = "int8"
+    if request.kind == INDEX_KEYS:
+        kv_dtype = {"auto": kv_dtype, "none": "auto"}.get(options.index_key_dtype, options.index_key_dtype)
     fitting = [x for x in known if x.kv_dtype == kv_dtype]
-    if is_index:
+    if has_own_scales:
         portable = [paged_layout(known[0].block_tokens, kv_dtype)] if kv_dtype in list_kv_dtypes(request) else []
         fitting = [x for x in fitting if not x.has_static_scales] or portable
     elif kv_dtype != options.kv_cache_dtype:

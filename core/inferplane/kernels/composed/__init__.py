@@ -6,13 +6,13 @@ They run wherever torch has the operators (2.5 or newer), on any KV layout, beca
 
 from __future__ import annotations
 
-from inferplane.kernels.composed import attention, basic, moe, sparse
+from inferplane.kernels.composed import attention, basic, compressed, moe, sparse
 from inferplane.types import Kernel
 
 
 def composed_kernels() -> list[Kernel]:
     """Every composed kernel. Pure: nothing is imported beyond torch, nothing is allocated."""
-    return [*basic.KERNELS, *attention.KERNELS, *moe.KERNELS, *sparse.KERNELS]
+    return [*basic.KERNELS, *attention.KERNELS, *moe.KERNELS, *sparse.KERNELS, *compressed.KERNELS]
 
 
 __all__ = ["composed_kernels"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 
 from inferplane.kernels.composed.attention import ANY, MAX_SCORES, attend
 from inferplane.kernels.composed.padding import pad_rows, round_up_rows
-from inferplane.ops import hide_others, mask_pairs
+from inferplane.ops import hide_others, mask_entries
 from inferplane.types import Batch, Kernels, LayerKV
 
 KERNELS = Kernels()
@@ -22,19 +23,20 @@ def index_key_write(view: Any, k: torch.Tensor, batch: Batch, kv: LayerKV) -> No
     kv.write(batch.slots, k)
 
 
-@KERNELS("index_select", "torch", when=ANY, needs_host_lens=True)
+@KERNELS("index_select", "torch", when=replace(ANY, extensions=("index_select.rate",)), needs_host_lens=True)
 def index_select(view: Any, q: torch.Tensor, w: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """The op `index_select`: products in float32, query rows in parts whose scores fit `MAX_SCORES`; sequences of at
     most K tokens are not scored.
     """
     top, heads = view.dims.top, view.dims.heads
     out = q.new_full((q.shape[0], top), -1, dtype=torch.int32)
-    for a, b, n, table in batch.rows():
-        hidden = mask_pairs(b - a, n, None, q.device)
+    tables = batch.for_entries(kv).block_tables
+    for i, (a, b, tokens) in batch.list_spans():
+        n, hidden = tokens // view.rate, mask_entries(b - a, tokens, view.rate, q.device)
         if n <= top:
             out[a:b, :n] = torch.where(hidden, -1, torch.arange(n, device=q.device)).int()
             continue
-        keys = kv.read(table, n)[0][:, 0].float().t()
+        keys = kv.read(tables[i], n)[0][:, 0].float().t()
         step = max(1, MAX_SCORES // (heads * n))
         for first in range(0, b - a, step):
             last = min(first + step, b - a)

@@ -1,0 +1,115 @@
+"""Attention of one KV head, and the compressors beside it, by torch's operators, one sequence at a time, over any KV
+layout. Scores, gates and sums are in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from inferplane.kernels.composed.attention import ANY, MAX_SCORES
+from inferplane.ops import hide_others, list_lasts, mask_entries, mask_pairs
+from inferplane.types import Batch, CompressedCache, Kernels, LayerKV
+
+KERNELS = Kernels()
+FEW_ROWS = 8
+"""Query rows of a sequence for which chosen entries are gathered; for more, others are masked."""
+
+
+@KERNELS("entry_write", "torch", when=ANY, capture_safe=True, batch_invariant=True)
+def entry_write(view: Any, entries: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
+    """The op `entry_write` by the cache's own write."""
+    kv.write(batch.for_entries(kv).slots, entries.reshape(-1, *view.kv.entry_shapes[0]))
+
+
+def attend_rows(view: Any, q: torch.Tensor, c: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """Query rows of one sequence, in parts whose scores fit `MAX_SCORES`.
+
+    Args:
+        view: has `scale` and `sinks`.
+        q: `[Q, H, D]`. c: float32 `[n, D]`, or `[Q, n, D]` where each row has its own.
+        hidden: bool `[Q, n]`.
+    """
+    heads, n = q.shape[1], c.shape[-2]
+    sinks, parts = view.sinks.float()[None, :, None], []
+    step = q.shape[0] if c.dim() > 2 else max(1, MAX_SCORES // (heads * n))
+    for rows, others in zip(q.split(step), hidden.split(step)):
+        x = rows.float()
+        if c.dim() > 2:
+            s = torch.bmm(x, c.transpose(1, 2)) * view.scale
+        else:
+            s = (x.flatten(0, 1) @ c.t()).view(-1, heads, n) * view.scale
+        s = s.masked_fill_(others[:, None], -torch.inf)
+        p = F.softmax(torch.cat((s, sinks.expand(len(rows), -1, 1)), -1), -1)[..., :n]
+        parts.append(torch.bmm(p, c) if c.dim() > 2 else (p.flatten(0, 1) @ c).view(-1, heads, c.shape[-1]))
+    return torch.cat(parts).to(q.dtype)
+
+
+@KERNELS("shared_kv_attention", "torch", when=ANY, needs_host_lens=True)
+def shared_kv_attention(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """The op `shared_kv_attention`: all heads of a part of the rows are rows of one product. Rows of padding are 0."""
+    out = torch.zeros_like(q)
+    for a, b, n, table in batch.rows():
+        skipped = view.kv.blocks_before_window(b - a, n, kv.block_tokens)
+        left = n - skipped * kv.block_tokens
+        c = kv.read(table[skipped:], left)[0].float()
+        out[a:b] = attend_rows(view, q[a:b], c, mask_pairs(b - a, left, view.kv.window, q.device))
+    return out
+
+
+@KERNELS("compressed_attention", "torch", when=ANY, needs_host_lens=True)
+def compressed_attention(
+    view: Any, q: torch.Tensor, chosen: torch.Tensor | None, batch: Batch, cache: CompressedCache
+) -> torch.Tensor:
+    """The op `compressed_attention`: of few rows each gathers the entries that it chose; of many rows all read the same
+    entries, with a mask. Rows of padding are zero.
+    """
+    near, far = batch.for_table(cache.window.table), batch.for_table(cache.main.entries.table)
+    window, entries, out = cache.window.kv, cache.main.entries.kv, torch.zeros_like(q)
+    near_tables, far_tables, rate = near.block_tables, far.for_entries(entries).block_tables, view.compressed.rate
+    for i, (a, b, n) in batch.list_spans():
+        skipped = view.kv.blocks_before_window(b - a, n, window.block_tokens)
+        left, count = n - skipped * window.block_tokens, n // rate
+        c = window.read(near_tables[i, skipped:], left)[0].float()
+        hidden = mask_pairs(b - a, left, view.kv.window, q.device)
+        if count:
+            e = entries.read(far_tables[i], count)[0].float()
+            if chosen is None or count <= view.top:
+                hidden = torch.cat((hidden, mask_entries(b - a, n, rate, q.device)), -1)
+                c = torch.cat((c, e))
+            elif b - a > FEW_ROWS:
+                hidden = torch.cat((hidden, hide_others(chosen[a:b], count)), -1)
+                c = torch.cat((c, e))
+            else:
+                taken = chosen[a:b].long()
+                hidden = torch.cat((hidden, taken < 0), -1)
+                c = torch.cat((c.expand(b - a, -1, -1), e[taken.clamp(min=0)]), 1)
+        out[a:b] = attend_rows(view, q[a:b], c, hidden)
+    return out
+
+
+@KERNELS("compress_rows", "torch", when=ANY, needs_host_lens=True, batch_invariant=True)
+def compress_rows(view: Any, rows: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """The op `compress_rows`: all entries of a sequence at once. A sequence that completes none reads nothing."""
+    d, span = view.dims, view.kv.window
+    bias, out = view.bias.float(), rows.new_zeros(rows.shape[0], d.dim)
+    for a, b, n, table in batch.rows():
+        lasts = list_lasts(b - a, n, d.rate)
+        if not lasts:
+            continue
+        skipped = view.kv.blocks_before_window(b - a, n, kv.block_tokens)
+        first = skipped * kv.block_tokens
+        stored = kv.read(table[skipped:], n - first)[0].float()
+        place = torch.tensor(lasts, device=rows.device)[:, None] + torch.arange(1 - span, 1, device=rows.device)
+        missing = (place < 0)[..., None]
+        v, g = stored[(place - first).clamp(min=0)].split(d.series, -1)
+        if d.overlaps:
+            v, g = (torch.cat((x[:, : d.rate, : d.dim], x[:, d.rate :, d.dim :]), 1) for x in (v, g))
+            g = g + torch.cat((bias[:, : d.dim], bias[:, d.dim :]))
+        else:
+            g = g + bias
+        p = g.masked_fill(missing, -torch.inf).softmax(1)
+        out[b - n + torch.tensor(lasts, device=rows.device)] = (p * v.masked_fill(missing, 0)).sum(1).to(out.dtype)
+    return out
