@@ -200,7 +200,7 @@ MAY_FILL: dict[str, str] = {
     "models/registry.py: SPELLINGS": "the registry of how families' configs are written",
     "ops/op.py: OPS": "the registry of ops",
     "ops/op.py: EXTENSIONS": "the registry of what ops got later",
-    "types/kv.py: KV_KINDS": "the registry of kinds of cache",
+    "types/kv_request.py: KV_KINDS": "the registry of kinds of cache",
     "dialogue/render.py: sys": "the search path of a process of its own",
     "sampling/grammar_check.py: sys": "the search path of a process of its own",
     "http/check_process.py: sys": "the search path of a process of its own",

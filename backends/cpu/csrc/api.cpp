@@ -182,8 +182,8 @@ void ip_mla(const ip_bf16 *q_nope, const int64_t *nope_strides, const ip_bf16 *q
 }
 
 void ip_index_select(const ip_bf16 *q, const float *w, const ip_batch *batch, const ip_cache *cache, int64_t heads,
-                     int64_t dim, int64_t top, int32_t *out) {
-  kernels().index_select(q, w, batch, cache, heads, dim, top, out);
+                     int64_t dim, int64_t top, int64_t rate, int32_t *out) {
+  kernels().index_select(q, w, batch, cache, heads, dim, top, rate, out);
 }
 
 void ip_sparse_mla(const ip_bf16 *q_nope, const int64_t *nope_strides, const ip_bf16 *q_rope,

@@ -97,10 +97,10 @@ void ip_mla(const ip_bf16 *q_nope, const int64_t *nope_strides, const ip_bf16 *q
             int64_t rope, int64_t value, int64_t latent, float scale, ip_bf16 *out);
 // out [tokens, top] = the positions of the `top` largest scores that each query sees, ascending, then -1; of equal
 // scores the lower positions. A score is the sum over heads h of w[h] max(0, q[h] k), in float32; q [tokens, heads,
-// dim], w [tokens, heads], both dense; `dim` is even. The cache has one key a slot, k == v, in bf16, int8 or FP8. Rows
-// of padding are not written.
+// dim], w [tokens, heads], both dense; `dim` is even. The cache has one key a slot, k == v, in bf16, int8 or FP8. A key
+// stands for `rate` tokens: lengths count tokens, tables and positions keys. Rows of padding are not written.
 void ip_index_select(const ip_bf16 *q, const float *w, const ip_batch *batch, const ip_cache *cache, int64_t heads,
-                     int64_t dim, int64_t top, int32_t *out);
+                     int64_t dim, int64_t top, int64_t rate, int32_t *out);
 // ip_mla over the entries at chosen [tokens, top] alone: positions in a row's sequence, then -1.
 void ip_sparse_mla(const ip_bf16 *q_nope, const int64_t *nope_strides, const ip_bf16 *q_rope,
                    const int64_t *rope_strides, const ip_matrix *kv_b, const ip_batch *batch, const ip_cache *cache,

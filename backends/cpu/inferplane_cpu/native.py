@@ -100,7 +100,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_attention": (None, _P, _BATCH, _CACHE, _I, _I, _I, _I, c_float, _I, _P, c_float, _P),
     "ip_attention_prefill": (c_int, _P, _BATCH, _CACHE, _I, _I, _I, _I, c_float, _I, _P, c_float, _P),
     "ip_mla": (None, _P, _P, _P, _P, _MATRIX, _BATCH, _CACHE, _I, _I, _I, _I, _I, c_float, _P),
-    "ip_index_select": (None, _P, _P, _BATCH, _CACHE, _I, _I, _I, _P),
+    "ip_index_select": (None, _P, _P, _BATCH, _CACHE, _I, _I, _I, _I, _P),
     "ip_sparse_mla": (None, _P, _P, _P, _P, _MATRIX, _BATCH, _CACHE, _I, _I, _I, _I, _I, c_float, _P, _I, _P),
     "ip_moe": (c_int, _MATRIX, _MATRIX, _I, _P, _P, _I, _I, _P, _P, _I, _P),
     "ip_causal_conv1d": (None, POINTER(Convolution), _SEQUENCES, _P, _I, _P, _P, _P),

@@ -417,7 +417,7 @@ void attention(int32_t kind) {
         std::vector<float> iw(step.tokens * index_heads);
         for (float &x : iw) x = drawn();
         Array<int32_t> chosen(step.tokens * top);
-        ip_index_select(iq, iw.data(), &step.batch, &index_cache.c, index_heads, index_dim, top, chosen);
+        ip_index_select(iq, iw.data(), &step.batch, &index_cache.c, index_heads, index_dim, top, 1, chosen);
         for (int64_t i = 0; i + 1 < top; i++)
           expect(chosen[i + 1] < 0 || chosen[i] < chosen[i + 1], "positions that are chosen ascend");
         Bf16 sparse(step.tokens * 3 * value);

@@ -29,7 +29,7 @@ from inferplane.types import (
     Weight,
 )
 from inferplane.types.batch import Query, make_batch
-from inferplane.types.compressed_cache import join_parts
+from inferplane.types.kv import make_compressed_cache
 
 BLOCK_TOKENS = 64
 LayerOp = Op | PredictionLayer
@@ -129,7 +129,7 @@ def make_cache(
         keys = next((OracleKV(other, BLOCK_TOKENS, slots) for other in layer.kv_requests()[1:]), None)
         return IndexedCache(OracleKV(request, BLOCK_TOKENS, slots, through), keys, Selection(positions))
     if any(op.has_compressed_attention for _, op in layer.sites()):
-        return join_parts([CachePart(_make_kv(other, slots, through)) for other in layer.kv_requests()])
+        return make_compressed_cache([CachePart(_make_kv(other, slots, through)) for other in layer.kv_requests()])
     kv = None if request is None else OracleKV(request, BLOCK_TOKENS, slots, through)
     stored = None if states is None else StateCache(states, max(STATES) + 1, torch.float32, HOST)
     return HybridCache(kv, stored) if kv is not None and stored is not None else kv or stored

@@ -2,8 +2,7 @@
 
 from inferplane.types.accelerator import Accelerator
 from inferplane.types.backend import Backend
-from inferplane.types.batch import FEW_TOKENS, STEP_KINDS, Batch, HostLens, ModelOutput, Row, StepKind
-from inferplane.types.compressed_cache import CachePart, CompressedCache, CompressorCache
+from inferplane.types.batch import FEW_TOKENS, STEP_KINDS, Batch, HostLens, Row, StepKind
 from inferplane.types.device import HOST, DeviceState, Feature, Features, Memory, Presence, Probe
 from inferplane.types.kernel import (
     RANK_COMPOSED,
@@ -16,6 +15,9 @@ from inferplane.types.kernel import (
     When,
 )
 from inferplane.types.kv import (
+    CachePart,
+    CompressedCache,
+    CompressorCache,
     HybridCache,
     IndexedCache,
     KVCache,
@@ -31,6 +33,7 @@ from inferplane.types.packed import PackedStorage, StoredWeight
 from inferplane.types.placement import WHOLE, Placement, Shard
 from inferplane.types.qtensor import QTensor
 from inferplane.types.state import StateCache, StateRequest, StateRows, StateSlots, StateTensor
+from inferplane.types.step_parts import ModelOutput
 from inferplane.types.weight import CANONICAL, PLAIN, ActivationQuant, Packing, StoredWidths, Weight
 from inferplane.types.weight_format import WeightFormat, read_tensor
 

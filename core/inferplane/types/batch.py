@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from inferplane.errors import UsageError
-from inferplane.types.compressed_cache import count_entries
 from inferplane.types.device import HOST
 from inferplane.types.scratch import Scratch
 from inferplane.types.state import StateRows, StateSlots
+from inferplane.types.step_parts import place_entries
 
 if TYPE_CHECKING:
     from inferplane.types.kv import LayerKV
@@ -129,17 +129,30 @@ class Batch(Scratch):
         return [_divide(view, 0 if self.few is None else self.few.seq_lens.shape[0]) for view in views]
 
     def for_entries(self, kv: LayerKV) -> Batch:
-        """The step as a cache sees it whose entries stand for several tokens each (`KVRequest.rate`): the same object
-        in each call. Sequence lengths and block tables are those of entries, also those that tokens of this step
-        complete; a token has the slot of the entry that it is the last token of, or -1.
-
-        Args:
-            kv: a layer's cache, in the block table of this batch; one with an entry a token sees this batch.
+        """The step as a cache in this block table sees it whose entries stand for several tokens (`KVRequest.rate`):
+        the same object in each call. Lengths and tables are those of entries, also of those that the step completes; a
+        token has the slot of the entry that it is the last token of, or -1. Where a token has an entry: this batch.
         """
         if kv.request.rate == 1:
             return self
         covered = kv.covered_tokens or kv.block_tokens
-        return self.once(f"inferplane.for_entries {kv.request.rate} {covered}", count_entries, self, kv, covered)
+        return self.once(f"inferplane.for_entries {kv.request.rate} {covered}", self._count_entries, kv, covered)
+
+    def _count_entries(self, kv: LayerKV, covered: int) -> Batch:
+        rate, lens = kv.request.rate, self.host_lens
+        is_last = (self.slots >= 0) & ((self.positions + 1) % rate == 0)
+        slots = self.slots // covered * kv.block_tokens + self.slots % covered // rate
+        return replace(
+            self,
+            slots=torch.where(is_last, slots, -1),
+            seq_lens=self.seq_lens // rate,
+            block_tables=place_entries(self.block_tables, rate, covered),
+            max_seq_tokens=self.max_seq_tokens // rate,
+            host_lens=lens and replace(lens, seq_lens=tuple(n // rate for n in lens.seq_lens)),
+            few=self.few and self.few.for_entries(kv),
+            many=self.many and self.many.for_entries(kv),
+            more_tables=(),
+        )
 
     def list_tables(self) -> list[TableRows]:
         """Slots and block tables of every table, in order."""
@@ -204,24 +217,6 @@ class Batch(Scratch):
         for i, n in enumerate(lens.seq_lens):
             if n:
                 yield Row(lens.query_start[i], lens.query_start[i + 1], n, self.block_tables[i])
-
-
-class ModelOutput(tuple[torch.Tensor, torch.Tensor]):
-    """What a kernel of a whole model may return in place of the pair `(logits, hidden)`: the pair, with more.
-
-    Args:
-        logits: float32 `[R, V]`.
-        hidden: `[T, D]`.
-        argmax: int64 `[R]`: the token with the largest logit of each row, the first among equals, which the kernel
-            found while it made the logits; None where it did not look.
-    """
-
-    argmax: torch.Tensor | None = None
-
-    def __new__(cls, logits: torch.Tensor, hidden: torch.Tensor, argmax: torch.Tensor | None = None) -> ModelOutput:
-        made = super().__new__(cls, (logits, hidden))
-        made.argmax = argmax
-        return made
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import torch
 
 from inferplane.errors import UsageError
 from inferplane.renamed import warn_of_old_name
-from inferplane.types.compressed_cache import CompressedCache, CompressorCache
 from inferplane.types.device import HOST
 from inferplane.types.kv_request import KVRequest
 from inferplane.types.scratch import Scratch
@@ -199,6 +198,62 @@ class IndexedCache(NamedTuple):
     kv: LayerKV
     index_keys: LayerKV | None
     selection: Selection
+
+
+ConvertKV = Callable[[LayerKV, int], LayerKV]
+"""What a layer keeps, and the number of its block table -> what stands for it."""
+
+
+class CachePart(NamedTuple):
+    """What a layer keeps of tokens, and the number of the block table in which it lies."""
+
+    kv: LayerKV
+    table: int = 0
+
+
+class CompressorCache(NamedTuple):
+    """What a compressor keeps: `rows` of the last tokens, from which it makes `entries`, one for several tokens."""
+
+    rows: CachePart
+    entries: CachePart
+
+    def list_parts(self) -> list[CachePart]:
+        """All parts, in order."""
+        return list(self)
+
+    def convert(self, convert_kv: ConvertKV) -> CompressorCache:
+        """The same parts with other caches, made in order."""
+        return CompressorCache(*(part._replace(kv=convert_kv(*part)) for part in self))
+
+
+class CompressedCache(NamedTuple):
+    """The caches of a layer that reads a window of tokens and compressed entries of all before.
+
+    Fields: `window` the entries of the last tokens; `compressed` the compressor of what attention reads; `index_keys`
+    that of those by which the layer chooses among compressed entries; None where it reads all of them.
+    """
+
+    window: CachePart
+    compressed: CompressorCache
+    index_keys: CompressorCache | None = None
+
+    def list_parts(self) -> list[CachePart]:
+        """All parts, in order."""
+        return [self.window, *self.compressed, *(self.index_keys or ())]
+
+    def convert(self, convert_kv: ConvertKV) -> CompressedCache:
+        """The same parts with other caches, made in order."""
+        window = self.window._replace(kv=convert_kv(*self.window))
+        compressed = self.compressed.convert(convert_kv)
+        return CompressedCache(
+            window, compressed, None if self.index_keys is None else self.index_keys.convert(convert_kv)
+        )
+
+
+def make_compressed_cache(parts: Sequence[CachePart]) -> CompressedCache:
+    """The cache of a layer from its parts, in the order of `CompressedCache.list_parts`."""
+    window, rows, entries, *index = parts
+    return CompressedCache(window, CompressorCache(rows, entries), CompressorCache(*index) if index else None)
 
 
 LayerCache = LayerKV | StateCache | HybridCache | IndexedCache | CompressorCache | CompressedCache | None

@@ -23,7 +23,7 @@ struct IndexArgs {
   const bf16 *q;
   const float *w;
   KvEntries k;
-  int64_t heads, dim, top, block;
+  int64_t heads, dim, top, block, rate;
   int32_t *out;  // [tokens, top]
   int64_t registers() const { return (heads + kRegisterLanes - 1) / kRegisterLanes; }
   // Entries of a token's queries as lanes: a pair of bf16 numbers, or a float.
@@ -34,14 +34,16 @@ struct IndexArgs {
 #endif
 };
 
-// Query tokens of one sequence: rows of q, the first one's position, and where their scores and units of work are.
+// Query tokens of one sequence: rows of q, the first one's position, and where their scores and units of work are. A
+// key stands for `rate` tokens; a query sees those of which it sees the last token.
 struct IndexTask {
-  int64_t row, tokens, position;
+  int64_t row, tokens, position, rate;
   const int32_t *table;
   int64_t first_lane_row;  // the first token's row of query lanes
   float *scores;  // [tokens, stride]
   int64_t stride, first_unit, units;  // a unit is a span of keys; none if every query chooses all that it sees
-  int64_t keys() const { return position + tokens; }
+  int64_t keys() const { return keys_of(tokens - 1); }
+  int64_t keys_of(int64_t token) const { return (position + token + 1) / rate; }
 };
 
 // lanes = the queries of token `row` with heads as lanes, zeros where there are no more heads; weights alike.
@@ -198,15 +200,15 @@ inline void select_tasks(Team &team, const IndexArgs &args, const IndexTask *tas
   team.for_each_chunk(count, 1, [&](int64_t first, int64_t last) {
     for (int64_t n = first; n < last; n++)
       for (int64_t i = 0; i < tasks[n].tokens; i++)
-        choose_positions(tasks[n].scores + i * tasks[n].stride, tasks[n].position + i + 1, args.top,
+        choose_positions(tasks[n].scores + i * tasks[n].stride, tasks[n].keys_of(i), args.top,
                          args.out + (tasks[n].row + i) * args.top);
   });
 }
 
 // `ip_index_select`, with as many tasks at a time as `kIndexRows` and `kIndexScoreFloats` allow.
 void index_select_entry(const bf16 *q, const float *w, const ip_batch *batch, const ip_cache *cache, int64_t heads,
-                        int64_t dim, int64_t top, int32_t *out) {
-  const IndexArgs args = {q, w, key_entries(*cache, dim), heads, dim, top, cache->block, out};
+                        int64_t dim, int64_t top, int64_t rate, int32_t *out) {
+  const IndexArgs args = {q, w, key_entries(*cache, dim), heads, dim, top, cache->block, rate, out};
   const int64_t rows = min64(kIndexRows, batch->start[batch->sequences]);
   IndexTask *tasks = workspace(kIndexTasks)->reserve<IndexTask>(rows);
   int64_t count = 0, tokens = 0, floats = 0, units = 0;
@@ -225,7 +227,7 @@ void index_select_entry(const bf16 *q, const float *w, const ip_batch *batch, co
   for (int64_t b = 0; b < batch->sequences; b++) {
     const int64_t n = batch->start[b + 1] - batch->start[b];
     for (int64_t t = 0; t < n && batch->lens[b]; t += kIndexTokens) {
-      IndexTask task = {batch->start[b] + t, min64(kIndexTokens, n - t), batch->lens[b] - n + t,
+      IndexTask task = {batch->start[b] + t, min64(kIndexTokens, n - t), batch->lens[b] - n + t, rate,
                         batch->tables + b * batch->table_width, tokens, nullptr, 0, units, 0};
       task.stride = round_up(task.keys(), kLanes);
       task.units = task.keys() > top ? (task.keys() + kIndexSpan - 1) / kIndexSpan : 0;

@@ -8,6 +8,7 @@ from inferplane.kernels.composed import composed_kernels
 from inferplane.plugin import Kernel
 from inferplane_cpu.kernels import (
     attention,
+    compressed_attention,
     layer,
     linear,
     model,
@@ -29,6 +30,7 @@ def kernels() -> list[Kernel]:
         *rowwise.KERNELS,
         *attention.KERNELS,
         *sparse_attention.KERNELS,
+        *compressed_attention.KERNELS,
         *moe.KERNELS,
         *recurrent.KERNELS,
         *recurrent_block.KERNELS,

@@ -15,6 +15,7 @@ from inferplane_cpu.kernels.attention import (
     KV_B_ROWS,
     LATENT,
     LATENT_PANELS,
+    LAYOUTS,
     PAGED,
     RANK_SLOW,
     RANK_TILES,
@@ -23,7 +24,9 @@ from inferplane_cpu.kernels.attention import (
     native_cache,
 )
 from inferplane_cpu.kernels.linear import multiply_many_rows
+from inferplane_cpu.kvcache import COMPRESSED_BLOCK_TOKENS
 from inferplane_cpu.native import library
+from inferplane_cpu.structs import RaggedBatch
 
 KERNELS = Kernels()
 
@@ -32,7 +35,13 @@ def _has_even_dim(op: Any) -> bool:
     return bool(op.dims.dim % 2 == 0)
 
 
-INDEX = replace(PAGED, needs=(("index keys of an even size", _has_even_dim),))
+COMPRESSED_LAYOUTS = tuple(f"paged_{COMPRESSED_BLOCK_TOKENS}{suffix}" for suffix in ("", "_int8", "_fp8"))
+INDEX = replace(
+    PAGED,
+    kv_layouts=(*LAYOUTS, *COMPRESSED_LAYOUTS),
+    needs=(("index keys of an even size", _has_even_dim),),
+    extensions=("index_select.rate",),
+)
 
 
 @KERNELS("index_select", "native", when=INDEX, rank=RANK_PORTABLE, batch_invariant=True)
@@ -40,11 +49,18 @@ def index_select(view: Any, q: torch.Tensor, w: torch.Tensor, batch: Batch, kv: 
     """Heads are lanes over one read of a key; the least score that is chosen is found by its bits. Rows of padding are
     -1.
     """
-    d = view.dims
+    d, tables = view.dims, (batch if view.rate == 1 else batch.for_entries(kv)).block_tables
+    native = RaggedBatch(
+        batch.query_start.data_ptr(),
+        batch.seq_lens.data_ptr(),
+        tables.data_ptr(),
+        tables.shape[0],
+        tables.stride(0),
+    )
     q, w = q.contiguous(), w.contiguous()
     out = torch.full((q.shape[0], d.top), -1, dtype=torch.int32)
     library().ip_index_select(
-        q.data_ptr(), w.data_ptr(), native_batch(batch), native_cache(kv), d.heads, d.dim, d.top, out.data_ptr()
+        q.data_ptr(), w.data_ptr(), native, native_cache(kv), d.heads, d.dim, d.top, view.rate, out.data_ptr()
     )
     return out
 

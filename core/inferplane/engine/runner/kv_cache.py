@@ -44,7 +44,7 @@ from inferplane.types import (
     StateCache,
     StateRequest,
 )
-from inferplane.types.compressed_cache import join_parts
+from inferplane.types.kv import make_compressed_cache
 
 DEFAULT_BLOCK_TOKENS = 64
 SIMILAR = {"q8_0": "int8", "fp8_e4m3": "fp8", **dict.fromkeys(("q4_0", "q4_1"), "int4")}
@@ -326,7 +326,7 @@ def place_caches(
             )
         if request.compressed and own is not None:
             parts = (next(left) for _ in request.compressed)
-            return LayerPlace(join_parts([CachePart(own, table), *starmap(CachePart, parts)]))
+            return LayerPlace(make_compressed_cache([CachePart(own, table), *starmap(CachePart, parts)]))
         states = None if request.states is None else StateCache(request.states, slots, dtype, device)
         cache: LayerCache = own or states
         return LayerPlace(HybridCache(own, states) if own is not None and states is not None else cache, table)

@@ -66,8 +66,8 @@ def compressed_attention(
     """The op `compressed_attention`: of few rows each gathers the entries that it chose; of many rows all read the same
     entries, with a mask. Rows of padding are zero.
     """
-    near, far = batch.for_table(cache.window.table), batch.for_table(cache.main.entries.table)
-    window, entries, out = cache.window.kv, cache.main.entries.kv, torch.zeros_like(q)
+    near, far = batch.for_table(cache.window.table), batch.for_table(cache.compressed.entries.table)
+    window, entries, out = cache.window.kv, cache.compressed.entries.kv, torch.zeros_like(q)
     near_tables, far_tables, rate = near.block_tables, far.for_entries(entries).block_tables, view.compressed.rate
     for i, (a, b, n) in batch.list_spans():
         skipped = view.kv.blocks_before_window(b - a, n, window.block_tokens)

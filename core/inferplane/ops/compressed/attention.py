@@ -139,8 +139,8 @@ class CompressedAttention(Op, name="compressed_attention", hot=True):
     def __call__(
         self, q: torch.Tensor, chosen: torch.Tensor | None, batch: Batch, cache: CompressedCache
     ) -> torch.Tensor:
-        near, far = batch.for_table(cache.window.table), batch.for_table(cache.main.entries.table)
-        window, entries, out = cache.window.kv, cache.main.entries.kv, torch.zeros_like(q)
+        near, far = batch.for_table(cache.window.table), batch.for_table(cache.compressed.entries.table)
+        window, entries, out = cache.window.kv, cache.compressed.entries.kv, torch.zeros_like(q)
         near_tables, far_tables = near.block_tables, far.for_entries(entries).block_tables
         for i, (a, b, n) in batch.list_spans():
             skipped = self.kv.blocks_before_window(b - a, n, window.block_tokens)

@@ -23,7 +23,7 @@ from inferplane.ops.linear import Linear
 from inferplane.ops.op import BLOCK, Cost, Op, Sample, Workload, placeholder
 from inferplane.ops.sparse.indexer import IndexDims, write_few_keys
 from inferplane.types import Batch, CompressedCache, KVRequest, LayerKV, StepKind
-from inferplane.types.compressed_cache import join_parts
+from inferplane.types.kv import make_compressed_cache
 
 
 class SharedKVBlock(Op, name="shared_kv_block", extension=True):
@@ -77,7 +77,7 @@ class SharedKVBlock(Op, name="shared_kv_block", extension=True):
 
         def sample(label: str, sequences: Sequences, kind: StepKind) -> Sample:
             inputs = step_inputs(request, sequences, lambda d, t: (d.normal(t, 64),))
-            return Sample(label, SharedKVBlock(**block_fields(request)), inputs, kind)
+            return Sample(label, SharedKVBlock(**make_block_fields(request)), inputs, kind)
 
         return [
             sample("decode", [(1, 30), (3, 20), (1, 0)], "decode"),
@@ -125,7 +125,7 @@ class CompressedBlock(Op, name="compressed_block", extension=True):
         c = self.q_a_norm(self.q_a(x))
         q = self.q_b(c).view(x.shape[0], self.heads, -1)
         q = self.enter(q, self.kv(x), batch.for_table(cache.window.table), cache.window.kv)
-        self.compressor(x, batch, cache.main)
+        self.compressor(x, batch, cache.compressed)
         chosen = None if self.indexer is None else self.indexer(x, c, batch, cache.index_keys)  # type: ignore[arg-type]
         y = each_range(batch, (q, chosen), self.few, self.many, cache)
         y = self.o_b(self.o_a(self.unrotate(y, batch.positions).flatten(1)))
@@ -144,7 +144,7 @@ class CompressedBlock(Op, name="compressed_block", extension=True):
         def sample(label: str, rate: int, sequences: Sequences, kind: StepKind) -> Sample:
             indexer = make_compressed_indexer(index, 64, 40) if rate == 4 else None
             dims = CompressorDims(request.dim, rate, indexer is not None, request.rope)
-            op = CompressedBlock(**compressed_fields(request, dims, indexer))
+            op = CompressedBlock(**make_compressed_fields(request, dims, indexer))
 
             def inputs(draw: Draw) -> tuple[Any, ...]:
                 requests = [(request, False), (dims.rows, False), (dims.entries, False)]
@@ -153,7 +153,7 @@ class CompressedBlock(Op, name="compressed_block", extension=True):
                 if indexer is not None:
                     keys = parts[-1]
                     write_few_keys(draw, keys.kv, int(batch.for_table(keys.table).block_tables.max()) + 1)
-                return draw.normal(batch.tokens, 64).abs(), batch, join_parts(parts)
+                return draw.normal(batch.tokens, 64).abs(), batch, make_compressed_cache(parts)
 
             return Sample(label, op, inputs, kind)
 
@@ -166,9 +166,9 @@ class CompressedBlock(Op, name="compressed_block", extension=True):
         ]
 
 
-def compressed_fields(request: KVRequest, dims: CompressorDims, indexer: CompressedIndexer | None) -> Any:
+def make_compressed_fields(request: KVRequest, dims: CompressorDims, indexer: CompressedIndexer | None) -> Any:
     """The fields of a block with compressed entries for samples."""
-    fields = block_fields(request)
+    fields = make_block_fields(request)
     heads, sinks = fields["heads"], placeholder(fields["heads"], dtype=torch.float32)
     top = indexer.dims.top if indexer is not None else 0
     few, many = (
@@ -178,7 +178,7 @@ def compressed_fields(request: KVRequest, dims: CompressorDims, indexer: Compres
     return {**fields, "compressor": make_compressor(dims), "indexer": indexer, "few": few, "many": many}
 
 
-def block_fields(request: KVRequest, *, heads: int = 4, groups: int = 2, width: int = 64, rank: int = 40) -> Any:
+def make_block_fields(request: KVRequest, *, heads: int = 4, groups: int = 2, width: int = 64, rank: int = 40) -> Any:
     """The fields of a block for samples."""
     dim, size = request.dim, request.rope
     sinks = placeholder(heads, dtype=torch.float32)
