@@ -77,6 +77,7 @@ FEATURES = {
     },
     "logprobs": {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 2},
 }
+PUBLISHED_RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 SPECULATION = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 3},
     "mtp": {"method": "mtp", "num_speculative_tokens": 2},
@@ -96,6 +97,20 @@ def test_attention_over_chosen_tokens(case, mock, tmp_path):
         assert tokens(llm, many) == greedy
         layouts = {entry["kind"]: entry["layout"] for entry in llm.explain()["kv_layouts"]}
     assert layouts == {"mla": "mock_bdt_48", "index_keys": "paged_48"}
+
+
+def test_attention_to_compressed_entries(mock, tmp_path):
+    """All parts in core's layouts of the device's block size, 48 tokens, of which an entry stands for 4, or for 128:
+    then not every block has an entry of its own."""
+    make_family("deepseek_v4", "all", tmp_path, index_n_heads=24, compress_rates=PUBLISHED_RATES)
+    many = prompts(160, (150, 9, 60))
+    with LLM(tmp_path, device="cpu", dtype="float32", max_num_seqs=4) as llm:
+        logits, greedy = llm.logits(many), tokens(llm, many)
+    with LLM(tmp_path, device="mock:layer", dtype="float32", max_num_seqs=4, max_num_batched_tokens=40) as llm:
+        for got, want in zip(llm.logits(many, chunk_tokens=7), logits, strict=True):
+            assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+        assert tokens(llm, many) == greedy
+        assert {entry["layout"] for entry in llm.explain()["kv_layouts"]} == {"paged_48"}
 
 
 @pytest.mark.parametrize("feature", [*FEATURES, *SPECULATION])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -120,6 +120,7 @@ class Rig:
         block_tokens: tokens per block. kv_dtype: of the cache.
         blocks: number of blocks of each pool.
         kernels: to bind; none: the bodies.
+        placement: of the rank, whose part of the result is not added to others'.
     """
 
     def __init__(
@@ -132,7 +133,8 @@ class Rig:
         placement: Any = WHOLE_MODEL,
     ) -> None:
         config = Config({**reference.config.to_dict(), "architectures": ["DeepseekV4ForCausalLM"]})
-        self.op: Any = shared_kv_attention(Build(config, placement, positions=1024))(0, "attn")
+        self.op: Any = replace(shared_kv_attention(Build(config, placement, positions=1024))(0, "attn"), reduce=None)
+        self.requests = self.op.kv_requests()
         self.plan = plan(self.op, *kernels, offers=lambda request: [paged_layout(block_tokens, kv_dtype)])
         self.steps = link(self.plan, load(self.plan, DictSource(reference.tensors()), HOST).packed)
         requests = list_requests([self.op])
