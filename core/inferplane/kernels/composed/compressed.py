@@ -16,6 +16,8 @@ from inferplane.types import Batch, CompressedCache, Kernels, LayerKV
 KERNELS = Kernels()
 FEW_ROWS = 8
 """Query rows of a sequence for which chosen entries are gathered; for more, others are masked."""
+PART_ROWS = 128
+"""Query rows that read the entries of all their windows together."""
 
 
 @KERNELS("entry_write", "torch", when=ANY, capture_safe=True, batch_invariant=True)
@@ -47,6 +49,33 @@ def attend_rows(view: Any, q: torch.Tensor, c: torch.Tensor, hidden: torch.Tenso
     return torch.cat(parts).to(q.dtype)
 
 
+def attend_windows(
+    view: Any,
+    q: torch.Tensor,
+    c: torch.Tensor,
+    far: torch.Tensor | None = None,
+    others: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `attend_rows`, in parts of `PART_ROWS` rows, each of which reads its own windows alone.
+
+    Args:
+        view: as of `attend_rows`, with the cache request `kv`.
+        q: `[Q, H, D]`, of the last Q tokens. c: float32 `[n, D]`, the last tokens' entries.
+        far: float32 `[m, D]`, entries of no window, or None. others: bool `[Q, m]`, where they are hidden.
+    """
+    rows, n, window = q.shape[0], c.shape[0], view.kv.window
+    hidden, parts = mask_pairs(rows, n, window, q.device), []
+    step = rows if window is None else PART_ROWS
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        near = slice(0 if window is None else max(0, n - rows + start + 1 - window), n - rows + stop)
+        keys, unseen = c[near], hidden[start:stop, near]
+        if far is not None and others is not None:
+            keys, unseen = torch.cat((keys, far)), torch.cat((unseen, others[start:stop]), -1)
+        parts.append(attend_rows(view, q[start:stop], keys, unseen))
+    return torch.cat(parts)
+
+
 @KERNELS("shared_kv_attention", "torch", when=ANY, needs_host_lens=True)
 def shared_kv_attention(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """The op `shared_kv_attention`: all heads of a part of the rows are rows of one product. Rows of padding are 0."""
@@ -54,8 +83,7 @@ def shared_kv_attention(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -
     for a, b, n, table in batch.rows():
         skipped = view.kv.blocks_before_window(b - a, n, kv.block_tokens)
         left = n - skipped * kv.block_tokens
-        c = kv.read(table[skipped:], left)[0].float()
-        out[a:b] = attend_rows(view, q[a:b], c, mask_pairs(b - a, left, view.kv.window, q.device))
+        out[a:b] = attend_windows(view, q[a:b], kv.read(table[skipped:], left)[0].float())
     return out
 
 
@@ -73,20 +101,19 @@ def compressed_attention(
         skipped = view.kv.blocks_before_window(b - a, n, window.block_tokens)
         left, count = n - skipped * window.block_tokens, n // rate
         c = window.read(near_tables[i, skipped:], left)[0].float()
-        hidden = mask_pairs(b - a, left, view.kv.window, q.device)
-        if count:
-            e = entries.read(far_tables[i], count)[0].float()
-            if chosen is None or count <= view.top:
-                hidden = torch.cat((hidden, mask_entries(b - a, n, rate, q.device)), -1)
-                c = torch.cat((c, e))
-            elif b - a > FEW_ROWS:
-                hidden = torch.cat((hidden, hide_others(chosen[a:b], count)), -1)
-                c = torch.cat((c, e))
-            else:
-                taken = chosen[a:b].long()
-                hidden = torch.cat((hidden, taken < 0), -1)
-                c = torch.cat((c.expand(b - a, -1, -1), e[taken.clamp(min=0)]), 1)
-        out[a:b] = attend_rows(view, q[a:b], c, hidden)
+        if not count:
+            out[a:b] = attend_windows(view, q[a:b], c)
+            continue
+        e = entries.read(far_tables[i], count)[0].float()
+        if chosen is None or count <= view.top:
+            out[a:b] = attend_windows(view, q[a:b], c, e, mask_entries(b - a, n, rate, q.device))
+        elif b - a > FEW_ROWS:
+            out[a:b] = attend_windows(view, q[a:b], c, e, hide_others(chosen[a:b], count))
+        else:
+            taken = chosen[a:b].long()
+            hidden = torch.cat((mask_pairs(b - a, left, view.kv.window, q.device), taken < 0), -1)
+            keys = torch.cat((c.expand(b - a, -1, -1), e[taken.clamp(min=0)]), 1)
+            out[a:b] = attend_rows(view, q[a:b], keys, hidden)
     return out
 
 

@@ -88,10 +88,10 @@ def test_any_blocks(kind, block_tokens):
 @pytest.mark.parametrize("kind", [SLIDING, SPARSE, HEAVY])
 def test_composed_kernels_as_transformers(kind):
     reference = Reference(kind, seed=4)
-    x = torch.randn(170, 48)
+    x = torch.randn(310, 48)
     rig = Rig(reference, *composed_kernels())
     sequence, got = rig.start(x), []
-    for count in (61, *[1] * 9, 8, 5, 87):
+    for count in (61, *[1] * 9, 8, 5, 227):
         got += rig.step((sequence, count))
     check(torch.cat(got), reference(x))
 
