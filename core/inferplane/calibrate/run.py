@@ -26,6 +26,7 @@ from inferplane.models.registry import build
 from inferplane.models.writing.disk_space import check_space, refuse_write
 from inferplane.models.writing.kv_scales import PARTS
 from inferplane.models.writing.quantize import QuantizedCopy
+from inferplane.ops import HyperLayer, MTPLayer
 from inferplane.quant import READERS
 from inferplane.quant.instructions import TRANSFORMS
 from inferplane.types import PLAIN, QTensor
@@ -146,7 +147,12 @@ def calibrate(
     model = build(Build(config, format_of=copy.stored.format_of, positions=longest, mtp=True), plugins)
     if not len(model.layers):
         raise UnsupportedModelError(f"{copy.origin.name} has no layers.", remedy="quantize it without --data")
-    predicting = find_stored(model, set(copy.source.names()))
+    if any(isinstance(layer, HyperLayer) for layer in model.layers):
+        raise UnsupportedModelError(
+            f"{copy.origin.name} has layers with hyper-connections, which are not calibrated.",
+            remedy="quantize it without --data",
+        )
+    predicting = tuple(x for x in find_stored(model, set(copy.source.names())) if isinstance(x, MTPLayer))
     vocab, positions = (int(config.get(name) or 0) for name in ("vocab_size", "max_position_embeddings"))
     check_windows(settings.windows, vocab, positions, max(MIN_WINDOW, len(predicting) + 1))
     layered = LayeredModel(model, copy.source, {**READERS, **copy.stored.readers})

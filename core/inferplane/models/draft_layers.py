@@ -6,10 +6,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from inferplane.ops import CausalLM, Eagle3Layer, EagleLayer, MTPLayer, Op
+from inferplane.ops import CausalLM, Eagle3Layer, EagleLayer, HyperMTPLayer, MTPLayer, Op
 from inferplane.types import Weight
 
 AnyOp = TypeVar("AnyOp", bound=Op)
+AnyMTPLayer = MTPLayer | HyperMTPLayer
+AnyDraftLayer = AnyMTPLayer | EagleLayer | Eagle3Layer
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class DraftLayers:
         copies: which of "embedding" and "head" they read from their own files; the others are the model's.
     """
 
-    layers: tuple[MTPLayer | EagleLayer | Eagle3Layer, ...]
+    layers: tuple[AnyDraftLayer, ...]
     unread: tuple[str, ...] = ()
     copies: tuple[str, ...] = ()
 
@@ -31,7 +33,7 @@ class DraftLayers:
         return {id(w) for layer in self.layers for _, w in layer.weights()} - {id(w) for _, w in model.weights()}
 
 
-def find_stored(model: CausalLM, names: Collection[str]) -> tuple[MTPLayer, ...]:
+def find_stored(model: CausalLM, names: Collection[str]) -> tuple[AnyMTPLayer, ...]:
     """The prediction layers of a model of which its files have a tensor; some configs count layers that are not there.
 
     Args:
@@ -39,16 +41,18 @@ def find_stored(model: CausalLM, names: Collection[str]) -> tuple[MTPLayer, ...]
         names: of the tensors in its files.
     """
 
-    def is_stored(layer: MTPLayer | EagleLayer | Eagle3Layer) -> bool:
+    def is_stored(layer: AnyDraftLayer) -> bool:
         own = DraftLayers((layer,)).own_weights(replace(model, mtp=()))
         return any(part in names for _, w in layer.weights() if id(w) in own for part in w.parts)
 
-    return tuple(layer for layer in model.mtp if isinstance(layer, MTPLayer) and is_stored(layer))
+    return tuple(layer for layer in model.mtp if isinstance(layer, (MTPLayer, HyperMTPLayer)) and is_stored(layer))
 
 
-def with_drafts(model: CausalLM, layers: tuple[MTPLayer | EagleLayer | Eagle3Layer, ...]) -> CausalLM:
-    """The model with further layers that draft for it; one with an EAGLE-3 head computes what that reads."""
-    found = replace(model, mtp=(*model.mtp, *layers))
+def with_drafts(model: CausalLM, layers: tuple[AnyDraftLayer, ...]) -> CausalLM:
+    """The model with further layers that draft for it; one with an EAGLE-3 head computes what that reads, and one whose
+    prediction layers read streams returns them."""
+    every = (*model.mtp, *layers)
+    found = replace(model, mtp=every, returns_streams=any(isinstance(layer, HyperMTPLayer) for layer in every))
     for layer in layers:
         if isinstance(layer, Eagle3Layer):
             found = replace(found, layers=replace(found.layers, taps=layer.taps), fuse=layer.fc)

@@ -32,6 +32,7 @@ from inferplane.ops.forms.shortcut import ShortcutLayer
 from inferplane.ops.hash_moe import HashMoE, HashRoute
 from inferplane.ops.hyper.connections import HyperCollapse, HyperHead, HyperPost, HyperPre, Sinkhorn
 from inferplane.ops.hyper.layer import HyperLayer, HyperNorm, StreamEmbedding
+from inferplane.ops.hyper.prediction import HyperMTPLayer
 from inferplane.ops.kv_write import KVWrite
 from inferplane.ops.linear import GatedMLP, Linear, LMHead, SiluMul
 from inferplane.ops.mla import MLAAbsorbed, MLABlock, MLADims, MLAExpanded, MLAKVWrite, MLANormRopeWrite
@@ -103,6 +104,7 @@ __all__ = [
     "HyperCollapse",
     "HyperHead",
     "HyperLayer",
+    "HyperMTPLayer",
     "HyperNorm",
     "HyperPost",
     "HyperPre",

@@ -26,6 +26,7 @@ from inferplane.ops.forms.layers import (
 from inferplane.ops.forms.scaled import ScaledEmbedding, ScaledHead
 from inferplane.ops.forms.shortcut import ShortcutLayer
 from inferplane.ops.hyper.layer import HyperLayer, HyperNorm, StreamEmbedding
+from inferplane.ops.hyper.prediction import HyperMTPLayer
 from inferplane.ops.linear import GatedMLP, Linear, LMHead
 from inferplane.ops.mla import MLABlock
 from inferplane.ops.moe import MoE
@@ -325,7 +326,8 @@ class CausalLM(Op, name="causal_lm"):
 
     Returns:
         logits float32 `[R, V]` of the requested rows, and the hidden states after the final norm `[T, D]`; with `fuse`
-        in their place what an EAGLE-3 head reads, `fuse` of the stack's taps, `[T, D]`.
+        in their place what an EAGLE-3 head reads, `fuse` of the stack's taps, `[T, D]`; with `returns_streams` the
+        streams behind the last layer, `[T, N D]`.
 
     Fields: `layers` may be given as a tuple; `mtp` has the draft layers, which the engine calls, not the body (their
     caches follow those of the layers); `sample` turns logits into tokens; `gather` joins the ranks' columns of the
@@ -342,9 +344,10 @@ class CausalLM(Op, name="causal_lm"):
     norm: NormBefore | HyperNorm
     head: LMHead | ScaledHead
     sample: SampleTokens = SampleTokens()
-    mtp: tuple[MTPLayer | EagleLayer | Eagle3Layer, ...] = ()
+    mtp: tuple[MTPLayer | HyperMTPLayer | EagleLayer | Eagle3Layer, ...] = ()
     gather: AllGather | None = None
     fuse: Linear | None = extension(None)
+    returns_streams: bool = extension(False)
 
     def __post_init__(self) -> None:
         if isinstance(self.layers, tuple):
@@ -362,10 +365,12 @@ class CausalLM(Op, name="causal_lm"):
 
     def __call__(self, batch: Batch, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual, *tapped = self.layers(self.embed(batch.ids), None, batch, cache)
-        x, _ = self.norm(x, residual)
+        x, before = self.norm(x, residual)
         logits = self.head(x, batch)
         if self.fuse is not None:
             x = self.fuse(tapped[0])
+        elif self.returns_streams:
+            x = before.flatten(1)
         return logits if self.gather is None else self.gather(logits), x
 
     def cost(self, load: Workload) -> Cost:

@@ -92,22 +92,13 @@ HEADS = {"int8": INT8, "int4": INT4, "none": ()}
 HEAD = "lm_head.weight"
 EXPERTS = ("*.experts.*_proj.weight", "*.experts.*.w[123].weight")
 DENSE = (
-    *("*_proj.weight", "*_proj_with_mqa.weight"),
-    "*.in_proj_qkv*.weight",
-    "*.in_proj_z.weight",
-    "*.feed_forward.w[123].weight",
-    "*.mlp.c_fc.weight",
-    "*.indexer.wq_b.weight",
+    *("*_proj.weight", "*_proj_with_mqa.weight", "*.in_proj_qkv*.weight", "*.in_proj_z.weight"),
+    *("*.feed_forward.w[123].weight", "*.mlp.c_fc.weight", "*.indexer.wq_b.weight"),
 )
 """Names of weights of linear layers. Norms, routers and embeddings without a tied head are not quantized."""
 GATES = ("*.self_attn.[bg]_proj.weight", "*.self_attn.[fg]_[ab]_proj.weight")
 """Linear layers of gates and rates of decay, which are small and stay plain, as those of other delta nets."""
-INDEX = (
-    "*.indexer.wk.weight",
-    "*.weights_proj.weight",
-    "*.compressor.*kv_proj.weight",
-    "*.compressor.*gate_proj.weight",
-)
+INDEX = ("*.indexer.wk.weight", "*.weights_proj.weight", *(f"*.compressor.{x}_proj.weight" for x in ("kv", "gate")))
 """Linear layers that decide which tokens are read, or compress them, and stay plain as routers do."""
 LATENT = ("*.kv_b_proj.weight",)
 """Linear layers that attention also folds into the query: quantized if its kernels read the format."""

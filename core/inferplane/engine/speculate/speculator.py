@@ -55,7 +55,9 @@ class Speculator:
         self._likely: set[int | str] = set()
         self.captured_steps: CapturedSteps | None = None
         self.drafting_s = 0.0
-        self.has_own_states = isinstance(self.proposer, DraftLayerProposer) and runner.model.fuse is not None
+        self.has_own_states = isinstance(self.proposer, DraftLayerProposer) and (
+            runner.model.fuse is not None or runner.model.returns_streams
+        )
         if isinstance(self.proposer, DraftLayerProposer):
             assert runner.decode is not None
             sampler = Sampler(runner.sample, runner.model.vocab, runner.backend.torch_device_indexed)

@@ -15,6 +15,7 @@ from inferplane.models.parts import (
     experts_per_token,
     hyper_layer,
     hyper_model,
+    hyper_prediction_layer,
     layer_kinds,
     limit_gates,
     mixture_of_experts,
@@ -22,10 +23,10 @@ from inferplane.models.parts import (
 )
 from inferplane.models.reading.config import Config
 from inferplane.models.registry import architecture
-from inferplane.ops import CausalLM, HashMoE, HashRoute, MoE, MoERoute
+from inferplane.ops import CausalLM, HashMoE, HashRoute, HyperLayer, MoE, MoERoute
 from inferplane.types import Weight
 
-KINDS = ("main", "compress")
+KINDS, FAR_BASE = ("main", "compress"), "compress_rope_theta"
 COUNT, HASH, TOP = "n_routed_experts", "hash_moe", "moe"
 NAMES = SharedKVNames(
     "q_a_proj", "q_a_norm", "q_b_proj", "kv_proj", "kv_norm", "o_a_proj", "o_b_proj", "sinks",
@@ -36,6 +37,8 @@ RENAMES = {
     r"^(?:model\.)?(?=(?:layers|mtp|norm|embed|embed_tokens|hc_head)[._])": "model.",
     r"^(?:model\.)?(?:lm_)?head\.": "lm_head.",
     r"^model\.embed\.": "model.embed_tokens.",
+    r"\.emb\.tok_emb\.": ".embed_tokens.",
+    r"(\.mtp\.\d+)\.(head|norm)\.": r"\1.shared_head.\2.",
     r"\.hc_head_": ".hc_head.hc_",
     r"\.hc_(attn|ffn)_": r".\1_hc.",
     r"\.attn_norm\.": ".input_layernorm.",
@@ -72,7 +75,8 @@ RENAMES = {
 def deepseek_v4(build: Build) -> CausalLM:
     """DeepSeek-V4: layers on several residual streams; in each, attention of one KV head within a window, with
     compressed entries of all tokens beside it or without; experts that a table chooses by token ids in the first
-    layers, and by a router with a correction bias in the others; a shared expert; limits before the activation.
+    layers, and by a router with a correction bias in the others; a shared expert; limits before the activation; with
+    `build.mtp` also its multi-token-prediction layers.
 
     Args:
         build: config, placement and weight formats. Weights are named as in transformers; published names are brought
@@ -92,11 +96,19 @@ def deepseek_v4(build: Build) -> CausalLM:
     config.refuse(attention_bias=(False,), mlp_bias=(False,), n_shared_experts=(1,), num_key_value_heads=(1,))
     config.refuse(norm_topk_prob=(True,), topk_method=("noaux_tc",))
     attention, feed_forward = shared_kv_attention(build, names=NAMES), experts(build)
-    build.ignore("model.mtp.*")
-    names = [(i, f"model.layers.{i}") for i in range(config.size(LAYERS))]
-    return hyper_model(
-        build, [hyper_layer(build, n, attention(i, f"{n}.self_attn"), feed_forward(i, f"{n}.mlp")) for i, n in names]
-    )
+
+    def layer(i: int, name: str) -> HyperLayer:
+        return hyper_layer(build, name, attention(i, f"{name}.self_attn"), feed_forward(i, f"{name}.mlp"))
+
+    layers, extra = config.size(LAYERS), config.count("num_nextn_predict_layers")
+    model = hyper_model(build, [layer(i, f"model.layers.{i}") for i in range(layers)])
+    names = [f"model.mtp.{k}" for k in range(extra)]
+    unread = ("embed_tokens.weight", "shared_head.head.weight") if build.mtp else ("*",)
+    build.ignore(*(f"{name}.{part}" for name in names for part in unread))
+    if not build.mtp:
+        return model
+    mtp = tuple(hyper_prediction_layer(build, model, n, layer(layers + k, n)) for k, n in enumerate(names))
+    return replace(model, mtp=mtp, returns_streams=bool(mtp))
 
 
 def settle_rotation(config: Config) -> Config:
@@ -121,9 +133,8 @@ def settle_rotation(config: Config) -> Config:
     else:
         size = config.size("qk_rope_head_dim", dim // 8) if whole is None else int(dim * whole)
         base, scaled = config.rotary()["rope_theta"], {"attention_factor": 1.0} | settings
-        main = {"rope_type": "default", "rope_theta": base}
-        compress = scaled if settings["rope_type"] == "yarn" else settings
-        kinds = {"main": main, "compress": {**compress, "rope_theta": config.number("compress_rope_theta")}}
+        far = {**(scaled if settings["rope_type"] == "yarn" else settings), "rope_theta": config.number(FAR_BASE)}
+        kinds = {"main": {"rope_type": "default", "rope_theta": base}, "compress": far}
     return Config({**config, "rope_parameters": kinds, "qk_rope_head_dim": size}, config.name)
 
 

@@ -23,7 +23,7 @@ _OF_MODEL = (
 )
 """Entries that a folder with prediction layers alone does not decide: where layers are in the whole model, what their
 positions are, and which constructor makes them."""
-_PROJECTION = re.compile(r"model\.layers\.(\d+)\.eh_proj\.weight")
+_PROJECTION = re.compile(r"(model\.layers|model\.mtp)\.(\d+)\.(?:eh|e)_proj\.weight")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 COPIES = {"embedding": (EMBEDDING, "embed_tokens.weight"), "head": (HEAD, "shared_head.head.weight")}
 """What prediction layers share with the model -> its name there, and that of a copy in a layer."""
@@ -36,10 +36,16 @@ class StoredLayers:
     Args:
         first: number of the model's first prediction layer: that of its layers.
         numbers: of the layers in the files, in order.
+        below: what their names begin with, before the number.
     """
 
     first: int
     numbers: tuple[int, ...]
+    below: str = "model.layers"
+
+    def list_prefixes(self) -> tuple[str, ...]:
+        """What the names of each layer's tensors in the files begin with."""
+        return tuple(f"{self.below}.{number}." for number in self.numbers)
 
     def find_name(self, name: str) -> str:
         """The name in the files of a tensor of a prediction layer, by its name in the model; other names as they
@@ -55,7 +61,7 @@ class StoredLayers:
         """ "embedding" and "head" -> the name of its copy in the files, if there is one."""
         found = {}
         for what, (of_model, of_layer) in COPIES.items():
-            candidates = (f"model.layers.{self.numbers[0]}.{of_layer}", of_model)
+            candidates = (f"{self.list_prefixes()[0]}{of_layer}", of_model)
             if name := next((name for name in candidates if name in names), None):
                 found[what] = name
         return found
@@ -75,12 +81,13 @@ def find_layers(model: Config, config: Config, names: Collection[str] | None, na
     """
     first = model.size(LAYERS)
     if names is None:
-        numbers = tuple(first + k for k in range(config.count(COUNT)))
+        numbers, below = {first + k for k in range(config.count(COUNT))}, {StoredLayers.below}
     else:
-        numbers = tuple(sorted({int(found[1]) for found in map(_PROJECTION.fullmatch, names) if found}))
+        stored = [found for found in map(_PROJECTION.fullmatch, names) if found]
+        numbers, below = {int(found[2]) for found in stored}, {found[1] for found in stored}
     if not numbers:
         raise _lacks_layers(name)
-    return StoredLayers(first, numbers)
+    return StoredLayers(first, tuple(sorted(numbers)), below.pop())
 
 
 def check_stored(model: CausalLM, names: Collection[str] | None, name: str) -> None:

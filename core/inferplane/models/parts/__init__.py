@@ -27,7 +27,7 @@ from inferplane.models.parts.experts import (
     name_parts,
     softmax_experts,
 )
-from inferplane.models.parts.hyper import hyper_layer, hyper_model, hyper_norm
+from inferplane.models.parts.hyper import hyper_layer, hyper_model, hyper_prediction_layer
 from inferplane.models.parts.layers import (
     LAYERS,
     PRE_NORM,
@@ -78,7 +78,7 @@ __all__ = [
     "head_size",
     "hyper_layer",
     "hyper_model",
-    "hyper_norm",
+    "hyper_prediction_layer",
     "input_weights",
     "kimi_delta_attention",
     "latent_attention",

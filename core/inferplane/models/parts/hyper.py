@@ -52,10 +52,34 @@ def hyper_model(build: Build, layers: Sequence[ops.HyperLayer]) -> ops.CausalLM:
     """
     model: Any = model_around(build, layers)
     embed = ops.StreamEmbedding(model.embed, _count_streams(build))
-    return replace(model, embed=embed, norm=hyper_norm(build, "model.hc_head", "model.norm"))
+    return replace(model, embed=embed, norm=_norm(build, "model.hc_head", "model.norm"))
 
 
-def hyper_norm(build: Build, head: str, norm: str) -> ops.HyperNorm:
+def hyper_prediction_layer(build: Build, model: ops.CausalLM, name: str, layer: ops.HyperLayer) -> ops.HyperMTPLayer:
+    """Build a prediction layer behind a model with hyper-connections, by its name in the checkpoint.
+
+    Args:
+        build: its config gives the sizes.
+        model: whose embedding and head it shares; published checkpoints repeat them.
+        name: of the prediction layer.
+        layer: the one inside it.
+    """
+    width = build.config.size("hidden_size")
+    return ops.HyperMTPLayer(
+        embed=model.embed_once,
+        enorm=build.rms_norm(f"{name}.enorm", width),
+        hnorm=build.rms_norm(f"{name}.hnorm", width),
+        e_proj=build.linear(f"{name}.e_proj", rows=width, columns=width),
+        h_proj=build.linear(f"{name}.h_proj", rows=width, columns=width),
+        layer=layer,
+        norm=_norm(build, f"{name}.hc_head", f"{name}.shared_head.norm"),
+        head=ops.LMHead(model.head.weight),
+        streams=_count_streams(build),
+        gather=build.gather(),
+    )
+
+
+def _norm(build: Build, head: str, norm: str) -> ops.HyperNorm:
     """Build what stands behind layers with hyper-connections, from the names of head and norm in the checkpoint."""
     width, streams = build.config.size("hidden_size"), _count_streams(build)
     weights = _weights(f"{head}.hc_", streams, streams * width, 1)

@@ -93,7 +93,8 @@ def input_weights(
     | ops.MLP
     | ops.MoE
     | ops.HashMoE
-    | ops.SharedKVBlock,
+    | ops.SharedKVBlock
+    | ops.CompressedBlock,
 ) -> list[Weight]:
     """The weights that a block multiplies its input by. Routers are left out: their input is never quantized."""
     if isinstance(block, ops.HybridBlock):
@@ -111,7 +112,7 @@ def input_weights(
     if isinstance(block, ops.SparseMLABlock):
         indexer = [] if block.indexer is None else [block.indexer.wk.weight]
         return [block.q_a.weight, block.kv_a.weight, *indexer]
-    if isinstance(block, ops.SharedKVBlock):
+    if isinstance(block, (ops.SharedKVBlock, ops.CompressedBlock)):
         return [block.q_a.weight, block.kv.weight]
     if isinstance(block, ops.GatedMLP):
         return [block.gate_up.weight]

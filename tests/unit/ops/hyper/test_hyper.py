@@ -18,16 +18,19 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 from inferplane.ops import (
     ActivationMul,
     AddRMSNorm,
+    Embedding,
     GatedMLP,
     HashMoE,
     HashRoute,
     HyperCollapse,
     HyperHead,
     HyperLayer,
+    HyperMTPLayer,
     HyperNorm,
     HyperPost,
     HyperPre,
     Linear,
+    LMHead,
     MoE,
     MoEExperts,
     MoERoute,
@@ -154,23 +157,59 @@ def test_experts(kind, limit):
     near(experts(module)(x, ids) if kind == "hash_moe" else experts(module)(x), want)
 
 
+MIXING = numbers(TOKENS, TOKENS, seed=60, scale=0.2)
+"""What stands for attention."""
+
+
+def layer(module, cfg):
+    """Our layer with transformers' weights, around the same given attention in both."""
+    module.self_attn.forward = lambda x, **_: (MIXING @ x, None)
+    norms = [rms_norm(norm) for norm in (module.input_layernorm, module.post_attention_layernorm)]
+    first, second, mlp = pre(module.attn_hc, cfg), pre(module.ffn_hc, cfg), experts(module.mlp)
+    post, attention = HyperPost(4, WIDTH), lambda x, batch, kv: MIXING @ x
+    is_hash = module.mlp.is_hash
+    return HyperLayer(first, AddRMSNorm(norms[0]), attention, post, second, AddRMSNorm(norms[1]), mlp, post, is_hash)
+
+
+def rms_norm(module):
+    return RMSNorm(module.weight.data, 1e-6)
+
+
+def step(ids):
+    return make_batch([Query(ids.tolist(), 0, range(8))], block_tokens=16, device="cpu")
+
+
 @pytest.mark.parametrize("kind", ["hash_moe", "moe"])
 def test_a_layer_around_a_given_attention(kind):
     cfg = config(mlp_layer_types=[kind] * 2)
     module = randomize(DeepseekV4DecoderLayer(cfg, 1))
-    mixing = numbers(TOKENS, TOKENS, seed=60, scale=0.2)
-    module.self_attn.forward = lambda x, **_: (mixing @ x, None)
-    norms = [
-        AddRMSNorm(RMSNorm(m.weight.data, 1e-6)) for m in (module.input_layernorm, module.post_attention_layernorm)
-    ]
-    post, attention = HyperPost(4, WIDTH), lambda x, batch, kv: mixing @ x
-    first, second, mlp = pre(module.attn_hc, cfg), pre(module.ffn_hc, cfg), experts(module.mlp)
-    op = HyperLayer(first, norms[0], attention, post, second, norms[1], mlp, post, kind == "hash_moe")
-    ids = torch.randint(0, VOCAB, (TOKENS,))
-    batch = make_batch([Query(ids.tolist(), 0, range(8))], block_tokens=16, device="cpu")
-    x = numbers(TOKENS, 4, WIDTH, seed=5)
+    ids, x = torch.randint(0, VOCAB, (TOKENS,)), numbers(TOKENS, 4, WIDTH, seed=5)
+    op = layer(module, cfg)
     with torch.no_grad():
         want = module(x[None], input_ids=ids[None])[0]
-    got, residual = op(x, None, batch, None)
+    got, residual = op(x, None, step(ids), None)
     near(got, want)
     assert residual is None
+
+
+def test_a_prediction_layer_around_a_given_attention():
+    """transformers has none: its modules in the order of the published files' own."""
+    cfg = config(mlp_layer_types=["moe"] * 2)
+    module, head = randomize(DeepseekV4DecoderLayer(cfg, 1)), randomize(DeepseekV4HyperHead(cfg))
+    norms = [randomize(DeepseekV4RMSNorm(WIDTH)) for _ in range(3)]
+    e_proj, h_proj = (numbers(WIDTH, WIDTH, seed=70 + i, scale=0.2) for i in range(2))
+    vocab, ids = numbers(VOCAB, WIDTH, seed=72), torch.randint(0, VOCAB, (TOKENS,))
+    hidden = numbers(TOKENS, 4, WIDTH, seed=73)
+    collapse = HyperHead(head.hc_fn.data, head.hc_base.data, head.hc_scale.data, 4, 1e-6, cfg.hc_eps)
+    enorm, hnorm, last = map(rms_norm, norms)
+    op = HyperMTPLayer(
+        *(Embedding(vocab), enorm, hnorm, Linear(e_proj), Linear(h_proj), layer(module, cfg)),
+        *(HyperNorm(collapse, AddRMSNorm(last)), LMHead(vocab), 4),
+    )
+    with torch.no_grad():
+        x = norms[1](hidden) @ h_proj.T + (norms[0](vocab[ids]) @ e_proj.T)[:, None]
+        want = module(x[None])
+        logits = norms[2](head(want))[0] @ vocab.T
+    got, streams = op(hidden.flatten(1), step(ids), None)
+    near(streams, want[0].flatten(1))
+    torch.testing.assert_close(got, logits, rtol=1e-5, atol=1e-5)

@@ -125,7 +125,7 @@ def _build_mtp(planned: DeviceModel, model: CausalLM, files: ModelFiles) -> Draf
         return mtp.mtp_layers(model, build, stored, copies, planned.host.models())
 
     layers, read = build_as_read(planned, config, scheme, names, make, lambda made: made.layers)
-    prefixes, unread = tuple(f"model.layers.{number}." for number in stored.numbers), read.formats.unread
+    prefixes, unread = stored.list_prefixes(), read.formats.unread
     return Drafter("mtp", files, scheme, read.formats, replace(layers, unread=(*layers.unread, *unread)), prefixes)
 
 

@@ -20,7 +20,7 @@ from inferplane.models.reading.kv_scales import (
     read_kv_scales,
     values_of_export,
 )
-from inferplane.ops import CausalLM, Eagle3Layer, EagleLayer, MTPLayer
+from inferplane.ops import CausalLM, Eagle3Layer, EagleLayer, HyperMTPLayer, MTPLayer
 from inferplane.types import KVCache, KVRequest
 
 Values = dict[str, tuple[float, ...]]
@@ -58,7 +58,9 @@ def list_layers(model: DeviceModel, plan: Plan, tree: CausalLM, drafters: Iterab
     found = []
     for layer in (*tree.layers, *tree.mtp):
         for request in layer.kv_requests():
-            drafts = {MTPLayer: "mtp", EagleLayer: "eagle", Eagle3Layer: "eagle"}.get(type(layer), "")
+            drafts = {MTPLayer: "mtp", HyperMTPLayer: "mtp", EagleLayer: "eagle", Eagle3Layer: "eagle"}.get(
+                type(layer), ""
+            )
             found.append(CachedLayer(find_layer(layer), owners.get(id(layer), model.files), request, drafts))
     if model.options.load_format != "dummy" and model.files.has_weights:
         _check_drafters(model, plan, found)
