@@ -141,13 +141,17 @@ def reads_a_cache(arguments: Sequence[Any]) -> bool:
     return not all(isinstance(each, plain) for each in arguments)
 
 
+MIXERS = (
+    *("has_grouped_queries", "has_latent_attention", "has_sparse_attention", "has_compressed_attention"),
+    *("has_shared_kv", "has_recurrence"),
+)
+"""Class attributes of blocks that mix tokens."""
+
+
 def mixes_alone(op: Op) -> bool:
     """Whether an op that is called with a cache writes all that it reads of it in a step over a whole prompt: a mixer,
     or what is around it."""
-    return any(
-        below.has_grouped_queries or below.has_latent_attention or below.has_sparse_attention or below.has_recurrence
-        for _, below in op.sites()
-    )
+    return any(getattr(below, meaning) for _, below in op.sites() for meaning in MIXERS)
 
 
 def pass_inputs(own: Sequence[Any], reference: Sequence[Any]) -> list[Any]:

@@ -106,8 +106,8 @@ def extension(default: Any) -> Any:
 
 MEANINGS = (
     *("has_grouped_queries", "has_latent_attention", "has_sparse_attention", "has_compressed_attention"),
-    *("is_gated_mlp", "has_experts"),
-    *("has_recurrence", "is_delta_net", "is_kimi_delta_attention", "is_mamba2", "is_short_convolution"),
+    *("has_shared_kv", "is_gated_mlp", "has_experts", "has_recurrence", "is_delta_net", "is_kimi_delta_attention"),
+    *("is_mamba2", "is_short_convolution"),
 )
 """Class attributes of `Op` that say which meaning an op has; subclasses do not inherit them."""
 
@@ -153,8 +153,9 @@ class Op(Scratch):
     has_sparse_attention: ClassVar[bool] = False
     """It is an attention block with the fields and the meaning of `sparse_mla_block`."""
     has_compressed_attention: ClassVar[bool] = False
-    """It is an attention block with the fields and the meaning of `compressed_block`: it is called with a
-    `CompressedCache`."""
+    """It is an attention block with the fields and the meaning of `compressed_block`."""
+    has_shared_kv: ClassVar[bool] = False
+    """It is an attention block with the fields and the meaning of `shared_kv_block`."""
     is_gated_mlp: ClassVar[bool] = False
     """It has the fields and the meaning of `gated_mlp`."""
     has_experts: ClassVar[bool] = False

@@ -183,6 +183,7 @@ def test_meanings_are_not_inherited():
         "has_latent_attention": ["mla_block"],
         "has_sparse_attention": ["sparse_mla_block"],
         "has_compressed_attention": ["compressed_block"],
+        "has_shared_kv": ["shared_kv_block"],
         "is_gated_mlp": ["gated_mlp"],
         "has_recurrence": ["recurrent_block"],
         "is_delta_net": ["gated_delta_net"],

@@ -237,9 +237,7 @@ def _bytes_table(found: Estimate, model: str, device: str) -> Table:
     table.add_row("KV cache, a token", format_bytes(found.kv_token), words)
     for window in dict.fromkeys(w for w in found.windows if w is not None):
         layers = sum(n for w, n in zip(found.windows, found.table_layers) if w == window)
-        words = (
-            f"of {layers} of {sum(found.table_layers)} layers: what lies before it is given back as a sequence grows"
-        )
+        words = f"of {layers} of {found.cached_layers} layers: what lies before it is given back as a sequence grows"
         table.add_row("window", f"{window} tokens", words)
     if found.unreleased_window:
         share = found.unreleased_window / found.block

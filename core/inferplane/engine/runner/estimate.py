@@ -61,7 +61,8 @@ class Estimate:
         model_positions: maximum number of tokens of a sequence in the model.
         window: the widest attention window of the layers, in tokens; None: a layer attends to all tokens.
         step_tokens: maximum number of tokens in a step.
-        table_layers: number of layers of each block table, by pool.
+        table_layers: number of layers of each block table, by pool; a layer may have several tables.
+        cached_layers: number of layers that have any.
         unreleased_window: of a block's bytes, those of layers with a window that keep all tokens, because they share
             the table of layers that attend to all.
         state_sequence: what recurrent layers keep of a sequence, whatever its length; 0: there are no such layers.
@@ -83,6 +84,7 @@ class Estimate:
     window: int | None = None
     step_tokens: int = 0
     table_layers: tuple[int, ...] = ()
+    cached_layers: int = 0
     unreleased_window: int = 0
     state_sequence: int = 0
     devices: int = 1
@@ -246,6 +248,7 @@ def estimate(runner: PlannedModel, memory: int | None, max_num_batched_tokens: i
         window=widest_window(tables.windows),
         step_tokens=max_num_batched_tokens,
         table_layers=tables.count_layers(),
+        cached_layers=sum(request.kv is not None for request in runner.layer_requests()),
         unreleased_window=runner.count_unreleased_bytes(),
         state_sequence=runner.count_state_bytes(),
         devices=runner.options.ranks,

@@ -45,6 +45,7 @@ class SharedKVBlock(Op, name="shared_kv_block", extension=True):
     """
 
     tolerance = BLOCK
+    has_shared_kv = True
 
     q_a: Linear
     q_a_norm: RMSNorm
