@@ -13,7 +13,7 @@ BLOCK_TOKENS = 16
 """Small, because a partly filled block is wasted memory and the host gathers blocks of any size equally well."""
 COMPRESSED_BLOCK_TOKENS = 32
 """Of models with compressed entries: a block has one entry at least, also where that stands for 128 tokens. In blocks
-of 16 tokens those of DeepSeek-V4 would take 1.16 times what they hold, in those of 32 1.07 times. In larger ones rows
+of 16 tokens those of DeepSeek-V4 would take 1.20 times what they hold, in those of 32 1.08 times. In larger ones rows
 of compressors, of which 8 tokens are needed, take more."""
 COMPRESSED_KINDS = ("shared_kv", "compressor_rows", "index_rows")
 

@@ -4,14 +4,15 @@ layout. Scores, gates and sums are in float32.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from inferplane.kernels.composed.attention import ANY, MAX_SCORES
-from inferplane.ops import hide_others, list_lasts, mask_entries, mask_pairs
-from inferplane.types import Batch, CompressedCache, Kernels, LayerKV
+from inferplane.ops import hide_others, list_lasts, mask_entries, mask_pairs, rotate_blocks
+from inferplane.types import Batch, CompressedCache, CompressorCache, Kernels, LayerKV
 
 KERNELS = Kernels()
 FEW_ROWS = 8
@@ -140,3 +141,32 @@ def compress_rows(view: Any, rows: torch.Tensor, batch: Batch, kv: LayerKV) -> t
         p = g.masked_fill(missing, -torch.inf).softmax(1)
         out[b - n + torch.tensor(lasts, device=rows.device)] = (p * v.masked_fill(missing, 0)).sum(1).to(out.dtype)
     return out
+
+
+def _turns_adjacent(op: Any) -> bool:
+    return bool(op.rope.rope.interleaved and not op.rope.inverse)
+
+
+ADJACENT = replace(ANY, needs=(("rotation of adjacent entries", _turns_adjacent),))
+
+
+@KERNELS("compress_and_write", "torch", when=ADJACENT, needs_host_lens=True, batch_invariant=True)
+def compress_and_write(view: Any, rows: torch.Tensor, batch: Batch, cache: CompressorCache) -> None:
+    """The op `compress_and_write` for the tokens that complete an entry alone; a step without any reads nothing."""
+    (kept, table), (entries, other), d = cache.rows, cache.entries, view.dims
+    spans = batch.list_spans()
+    lasts = [b - n + last for _, (a, b, n) in spans for last in list_lasts(b - a, n, d.rate)]
+    if not lasts:
+        return
+    places = torch.tensor(lasts, device=rows.device)
+    x = compress_rows(view.compress, rows, batch.for_table(table), kept)[places].float()
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + view.norm.eps) * view.norm.weight.float()
+    x = x.to(rows.dtype)
+    cos, sin = view.rope.rope.table[batch.positions[places] + 1 - d.rate].unbind(1)
+    first, second = x[:, -view.rope.size :].float().unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
+    x = torch.cat((x[:, : -view.rope.size], turned.to(x.dtype)), -1)
+    if view.spread is not None:
+        x = rotate_blocks(x.float(), view.spread.block).to(x.dtype)
+    slots = batch.for_table(other).for_entries(entries).slots
+    entries.write(slots[places], x.view(-1, *entries.request.entry_shapes[0]))
