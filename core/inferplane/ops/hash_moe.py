@@ -37,6 +37,7 @@ class HashRoute(Op, name="hash_route", extension=True):
 
     compares_entries = False
     tolerance = MoERoute.tolerance
+    body_capture_safe = True
 
     table: Weight
     score: str = "sqrtsoftplus"

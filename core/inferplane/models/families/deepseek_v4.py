@@ -23,6 +23,7 @@ from inferplane.models.parts import (
 )
 from inferplane.models.reading.config import Config
 from inferplane.models.registry import architecture
+from inferplane.models.rope import yarn_factor
 from inferplane.ops import CausalLM, HashMoE, HashRoute, HyperLayer, MoE, MoERoute
 from inferplane.types import Weight
 
@@ -116,7 +117,7 @@ def settle_rotation(config: Config) -> Config:
     entries ("compress"), and with the number of entries of a head that are rotated.
 
     Where one object has the settings of all layers, its scaling is that of "compress", with a base of its own, and a
-    factor of 1 on cosines and sines unless it states another.
+    factor of 1 on cosines and sines unless it states another, as in transformers.
 
     Raises:
         CheckpointError: an entry is missing or impossible.
@@ -130,6 +131,9 @@ def settle_rotation(config: Config) -> Config:
         if shares[0] != shares[1]:
             config.check("rope_parameters", tuple(shares), ())
         size = int(dim * shares[0])
+        for kind in kinds.values():
+            if kind["rope_type"] == "yarn":
+                kind["attention_factor"] = yarn_factor(kind)
     else:
         size = config.size("qk_rope_head_dim", dim // 8) if whole is None else int(dim * whole)
         base, scaled = config.rotary()["rope_theta"], {"attention_factor": 1.0} | settings

@@ -31,6 +31,8 @@ class Sinkhorn(Op, name="sinkhorn", extension=True):
     Source: Sinkhorn and Knopp, 1967; as in manifold-constrained hyper-connections, arXiv 2512.24880.
     """
 
+    body_capture_safe = True
+
     iterations: int
     eps: float
 
@@ -79,6 +81,8 @@ class HyperCollapse(Op, name="hyper_collapse", extension=True):
 
     Source: manifold-constrained hyper-connections, arXiv 2512.24880; hyper-connections, arXiv 2409.19606.
     """
+
+    body_capture_safe = True
 
     fn: Weight
     base: Weight
@@ -157,6 +161,7 @@ class HyperPost(Op, name="hyper_post", extension=True):
     """
 
     tolerance = ROUNDED
+    body_capture_safe = True
 
     streams: int
     width: int
@@ -199,6 +204,8 @@ class HyperHead(Op, name="hyper_head", extension=True):
 
     Source: DeepSeek-V4 (transformers' DeepseekV4HyperHead).
     """
+
+    body_capture_safe = True
 
     fn: Weight
     base: Weight

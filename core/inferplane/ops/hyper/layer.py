@@ -35,6 +35,7 @@ class StreamEmbedding(Op, name="stream_embedding", extension=True):
     """
 
     tolerance = EXACT
+    body_capture_safe = True
 
     embed: Embedding
     streams: int
