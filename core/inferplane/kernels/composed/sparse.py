@@ -15,6 +15,8 @@ from inferplane.ops import hide_others, mask_entries
 from inferplane.types import Batch, Kernels, LayerKV
 
 KERNELS = Kernels()
+LARGEST_KEY = 2**31 - 1
+"""The largest int32: what a score that is NaN counts as where scores are compared as whole numbers."""
 
 
 @KERNELS("index_key_write", "torch", when=ANY, capture_safe=True, batch_invariant=True)
@@ -42,21 +44,26 @@ def index_select(view: Any, q: torch.Tensor, w: torch.Tensor, batch: Batch, kv: 
             last = min(first + step, b - a)
             rows = slice(a + first, a + last)
             s = (q[rows].float().flatten(0, 1) @ keys).relu_().view(last - first, heads, n)
-            s = torch.bmm(w[rows, None], s)[:, 0].masked_fill_(hidden[first:last], -torch.inf)
-            out[rows] = take_largest(s, top)
+            s = torch.bmm(w[rows, None], s)[:, 0]
+            out[rows] = take_largest(s, hidden[first:last], top)
     return out
 
 
-def take_largest(scores: torch.Tensor, top: int) -> torch.Tensor:
+def take_largest(scores: torch.Tensor, hidden: torch.Tensor, top: int) -> torch.Tensor:
     """As `choose_positions` for more tokens than are chosen, without sorting all: those above the least chosen score,
-    then the first ones that equal it.
+    then the first ones that equal it. Scores are compared as whole numbers, in which NaN is above infinity, and hidden
+    positions are below all others.
 
     Args:
-        scores: float32 `[Q, tokens]`; -inf where a query does not see a position.
+        scores: float32 `[Q, tokens]`.
+        hidden: bool `[Q, tokens]`, the positions that a query does not see.
         top: how many are chosen at most.
     """
-    least = scores.topk(top, -1, sorted=False).values.amin(-1, keepdim=True)
-    above, equal = scores > least, (scores == least) & (scores > -torch.inf)
+    bits = (scores + 0.0).view(torch.int32)  # both zeros get the same
+    keys = torch.where(bits < 0, bits ^ LARGEST_KEY, bits).masked_fill_(scores.isnan(), LARGEST_KEY)
+    keys = keys.masked_fill_(hidden, ~LARGEST_KEY)
+    least = keys.topk(top, -1, sorted=False).values.amin(-1, keepdim=True)
+    above, equal = keys > least, (keys == least) & ~hidden
     taken = above | (equal & (equal.cumsum(-1) <= top - above.sum(-1, keepdim=True)))
     place = torch.where(taken, taken.cumsum(-1) - 1, top)
     positions = torch.arange(scores.shape[1], dtype=torch.int32, device=scores.device).expand_as(place)

@@ -23,6 +23,7 @@ EIGHT_BIT_ERROR = 0.08
 """Error of `mla_expanded` in 8 bits: where one key outweighs the others, a result is one weight times one value, both
 in FP8, and each may be off by 1/16.
 """
+ROTATED_BLOCKS = ("blocks of 16 to 256 entries", lambda op: 16 <= op.block <= 256)
 
 
 def triton_kernels(kv_layouts: Sequence[str], tiles: Callable[[Any, Context], Tiles] = SMALL.prepare) -> list[Kernel]:
@@ -55,16 +56,23 @@ def triton_kernels(kv_layouts: Sequence[str], tiles: Callable[[Any, Context], Ti
         kernel("causal_conv1d", "recurrent.conv:causal_conv1d", decode),
         kernel("gated_delta_rule", "recurrent.delta_rule:gated_delta_rule", decode),
         kernel("selective_scan", "recurrent.scan:selective_scan", decode),
+        kernel("layer_norm", "rowwise:layer_norm", plain),
+        kernel("partial_rope", "kv_write:partial_rope", plain),
         kernel("gated_rms_norm", "recurrent.rows:gated_rms_norm", plain),
         kernel("delta_rule_gates", "recurrent.rows:delta_rule_gates", plain),
         kernel("sample", "sampling:sample", plain),
         kernel("kv_write", "kv_write:kv_write", cached),
         kernel("mla_kv_write", "kv_write:mla_kv_write", cached),
+        kernel("index_key_write", "kv_write:index_key_write", cached),
+        kernel("rotate_index_keys", "sparse.index_scores:rotate_index_keys", replace(plain, needs=(ROTATED_BLOCKS,))),
+        kernel("index_select", "sparse.selection:index_select", cached),
         kernel("norm_rope_write", "norm_rope_write:norm_rope_write", replace(cached, extensions=normed)),
         kernel("mla_norm_rope_write", "norm_rope_write:mla_norm_rope_write", cached),
         kernel("attention", "attention:attention", scored),
         # The products around these two are torch's own, which may add in another order for another number of rows.
         kernel("mla_absorbed", "mla:mla_absorbed", cached, batch_invariant=False),
+        kernel("sparse_mla_absorbed", "sparse.attention:sparse_mla_absorbed", cached, batch_invariant=False),
+        kernel("sparse_mla_expanded", "sparse.attention:sparse_mla_expanded", cached, batch_invariant=False),
         kernel(
             "mla_expanded", "mla:mla_expanded", cached, batch_invariant=False, capture_safe=False, needs_host_lens=True,
         ),

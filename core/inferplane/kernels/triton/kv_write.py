@@ -16,9 +16,12 @@ from inferplane.types import Batch, LayerKV
 @triton.jit
 def _rope(
     x, positions, table, out, heads, x_outer, x_inner,
-    HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, AHEAD: tl.constexpr,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, AHEAD: tl.constexpr, REST: tl.constexpr = 0,
+    BLOCK_REST: tl.constexpr = 1,
 ):  # fmt: skip
-    """Program `(token, head)` stores one head, rotated by the angles of the token's position, in `out`."""
+    """Program `(token, head)` stores one head, rotated by the angles of the token's position, in `out`. Of its last
+    REST entries, which are not rotated, it stores a copy.
+    """
     wait_then_allow_next(AHEAD)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -32,9 +35,13 @@ def _rope(
     source = x + token * x_outer + head * x_inner
     a = tl.load(source + first, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(source + second, mask=inside, other=0.0).to(tl.float32)
-    target = out + (token * heads + head) * (2 * HALF)
+    target = out + (token * heads + head) * (2 * HALF + REST)
     tl.store(target + first, (a * cos - b * sin).to(out.dtype.element_ty), mask=inside)
     tl.store(target + second, (b * cos + a * sin).to(out.dtype.element_ty), mask=inside)
+    if REST > 0:
+        rest = 2 * HALF + tl.arange(0, BLOCK_REST)
+        kept = rest < 2 * HALF + REST
+        tl.store(target + rest, tl.load(source + rest, mask=kept, other=0.0), mask=kept)
 
 
 @triton.jit
@@ -125,28 +132,55 @@ def with_contiguous_rows(x: torch.Tensor) -> torch.Tensor:
 
 def rope(view: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """The op `rope` by one launch, a program per token and head."""
+    return _rotate_heads(x, positions, view.table, view.interleaved, x.shape[2], is_dependent(view))
+
+
+def partial_rope(view: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The op `partial_rope` by one launch, a program per token and head."""
+    return _rotate_heads(x, positions, view.rope.table, view.rope.interleaved, view.size, is_dependent(view))
+
+
+def _rotate_heads(
+    x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, interleaved: bool, size: int, ahead: bool
+) -> torch.Tensor:
+    """`x` `[T, H, D]` with the first `size` entries of each head rotated, contiguous."""
     x = with_contiguous_rows(x)
     tokens, heads, dim = x.shape
     out = x.new_empty(tokens, heads, dim)
+    rest = {"REST": dim - size, "BLOCK_REST": triton.next_power_of_2(dim - size)} if size < dim else {}
     if tokens:
         _rope[(tokens, heads)](
-            x, positions, view.table, out, heads, x.stride(0), x.stride(1),
-            HALF=dim // 2, BLOCK=max(16, triton.next_power_of_2(dim // 2)), INTERLEAVED=view.interleaved, num_warps=1,
-            **launch_options(is_dependent(view)),
+            x, positions, table, out, heads, x.stride(0), x.stride(1),
+            HALF=size // 2, BLOCK=max(16, triton.next_power_of_2(size // 2)), INTERLEAVED=interleaved, num_warps=1,
+            **rest, **launch_options(ahead),
         )  # fmt: skip
     return out
 
 
 def kv_write(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
     """The op `kv_write` into core's paged storage, quantized or not, by one launch: a program per token and head."""
+    write_entries(k, v, batch, kv)
+
+
+def index_key_write(view: Any, k: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
+    """The op `index_key_write` into core's paged storage, quantized or not, by one launch: a program per token."""
+    write_entries(k, None, batch, kv)
+
+
+def write_entries(k: torch.Tensor, v: torch.Tensor | None, batch: Batch, kv: LayerKV) -> None:
+    """Store heads `k` `[T, H, D]`, and `v` `[T, H, V]` if there are any, in the slots of a step, with a scale for each
+    head if the cache is quantized.
+    """
     entries, scales, kind = cache_tensors(kv)
-    k, v = with_contiguous_rows(k), with_contiguous_rows(v)
+    k = with_contiguous_rows(k)
+    v = k if v is None else with_contiguous_rows(v)
     tokens, heads, dim = k.shape
+    v_dim = 0 if v is k else v.shape[2]
     if tokens:
         _write[(tokens, heads)](
-            k, v, batch.slots, entries[0], entries[1], scales[0], scales[1],
+            k, v, batch.slots, entries[0], entries[-1], scales[0], scales[-1],
             k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            PARTS=heads, DIM=dim, V_DIM=v.shape[2], BLOCK=max(16, triton.next_power_of_2(max(dim, v.shape[2]))),
+            PARTS=heads, DIM=dim, V_DIM=v_dim, BLOCK=max(16, triton.next_power_of_2(max(dim, v_dim))),
             KIND=kind, POWER_OF_TWO=kv.power_of_two, num_warps=1,  # type: ignore[attr-defined]
         )  # fmt: skip
 

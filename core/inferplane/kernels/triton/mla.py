@@ -38,7 +38,7 @@ EXPANDED_BYTES = 256 << 20
 
 
 @triton.jit
-def _load_latents(
+def load_latents(
     entries, scales, slot, inside,
     BEGIN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
     KIND: tl.constexpr, dtype: tl.constexpr,
@@ -114,8 +114,8 @@ def _absorbed(
             slot = slot_in_block(table, start, BLOCK_TOKENS) + within
         else:
             slot = slots_of_keys(table, key, inside, BLOCK_TOKENS)
-        latent = _load_latents(entries, scales, slot, inside, 0, LATENT, BLOCK_L, PART, PARTS, KIND, query.dtype)
-        rope = _load_latents(entries, scales, slot, inside, LATENT, ROPE, BLOCK_R, PART, PARTS, KIND, query.dtype)
+        latent = load_latents(entries, scales, slot, inside, 0, LATENT, BLOCK_L, PART, PARTS, KIND, query.dtype)
+        rope = load_latents(entries, scales, slot, inside, LATENT, ROPE, BLOCK_R, PART, PARTS, KIND, query.dtype)
         s = tl.dot(query, tl.trans(latent), input_precision="ieee")
         s = tl.dot(query_rope, tl.trans(rope), s, input_precision="ieee") * scale
         s = tl.where(inside[None, :] & (key[None, :] <= position[:, None]), s, float("-inf"))

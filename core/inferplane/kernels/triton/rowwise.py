@@ -127,6 +127,28 @@ def _norm(
 
 
 @triton.jit
+def _layer_norm(
+    x, weight, bias, out, eps, heads, x_outer, x_inner,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, OFFSET: tl.constexpr, BY_HEAD: tl.constexpr,
+):  # fmt: skip
+    """Program `row` stores one row without its mean, over its deviation, times the weight. BY_HEAD: each head has a row
+    of weights. OFFSET is added to the weight.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    source = x + (row // heads) * x_outer + (row % heads) * x_inner
+    h = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
+    h = tl.where(inside, h - tl.sum(h, 0) / WIDTH, 0.0)
+    h = h * tl.rsqrt(tl.sum(h * h, 0) / WIDTH + eps)
+    place = column + ((row % heads) * WIDTH if BY_HEAD else 0)
+    h *= tl.load(weight + place, mask=inside, other=0.0).to(tl.float32) + OFFSET
+    if bias is not None:
+        h += tl.load(bias + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, h.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _quantize(
     x, values, scales, x_outer, width, groups,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr, STATIC: tl.constexpr, AHEAD: tl.constexpr,
@@ -230,6 +252,21 @@ def rms_norm_quantize(
 def rms_norm(view: Any, x: torch.Tensor) -> torch.Tensor:
     """The op `rms_norm`, one program per row."""
     return rms_norm_quantize(x, view.weight, view.eps, ahead=is_dependent(view), offset=view.offset)[0]
+
+
+def layer_norm(view: Any, x: torch.Tensor) -> torch.Tensor:
+    """The op `layer_norm`, one program per row."""
+    width = x.shape[-1]
+    x, heads, outer, inner = row_layout(x)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows = x.numel() // width if width else 0
+    block = max(16, triton.next_power_of_2(width))
+    if rows:
+        _layer_norm[(rows,)](
+            x, view.weight, view.bias, out, view.eps, heads, outer, inner,
+            WIDTH=width, BLOCK=block, OFFSET=view.offset, BY_HEAD=view.weight.dim() > 1, num_warps=warps_for(block),
+        )  # fmt: skip
+    return out
 
 
 def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -62,18 +62,26 @@ class Tiles:
         decode: attention of few query tokens over K and V.
         prefill: attention of many query tokens.
         mla: attention of few query tokens over latents.
+        sparse: attention over chosen latents; rows are heads of one token.
+        index: scores of an indexer; rows are the most tokens whose queries meet a tile of keys.
         chunk_tokens: fewest tokens in a split of a sequence's cache.
         splits: most splits of a sequence. How a sequence is split depends on its own length alone, so that its result
             does not depend on the rest of the batch.
         ahead: launch kernels before the one in front of them has ended (`dependent_launch.py`).
+        programs: programs that fill the device; where there are fewer tokens, what they read is split.
+        select_tokens: scores of a row that one program counts when the largest are chosen.
     """
 
     decode: Launch = Launch(16, 64, 4, 2)
     prefill: Launch = Launch(64, 64, 4, 2)
     mla: Launch = Launch(16, 32, 4, 2)
+    sparse: Launch = Launch(16, 32, 4, 2)
+    index: Launch = Launch(16, 64, 4, 2)
     chunk_tokens: int = 512
     splits: int = 32
     ahead: bool = False
+    programs: int = 128
+    select_tokens: int = 8192
     counters: Counters = field(default_factory=Counters, init=False, repr=False, compare=False)
 
     def prepare(self, op: Any, ctx: Any) -> Tiles:
