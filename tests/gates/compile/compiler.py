@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 from triton.runtime.cache import triton_key
 
 from tests.gates.compile import arrival_order, ptx
+from tests.gates.compile import sparse as sparse  # adds its own to CALLS
 from tests.gates.compile.matrices import PRODUCTS
 from tests.gates.compile.recorder import Launch, Recorder
 from tests.gates.compile.specimens import CALLS

@@ -16,7 +16,7 @@ from tests.gates.compile.targets import Target
 
 SHARED_BYTES = 65536
 REGISTERS = {"gfx906": 256, "gfx90a": 512, "gfx942": 512, "gfx950": 512}
-ATTENTION = ("attend", "absorbed", "expanded")
+ATTENTION = ("attend", "absorbed", "expanded", "index_scores", "attend_chosen")
 SPILLS = {
     "decode/attend": 15,
     "decode_int8/attend": 43,
@@ -28,6 +28,7 @@ SPILLS = {
     "experts_clamped_many/grouped": 2310,
     "experts_clamped_mxfp4_few/grouped": 64,
     "experts_clamped_mxfp4_many/grouped": 300,
+    "index_select/index_scores": 275,
     "mla_decode/absorbed": 537,
     "mla_decode_int8/absorbed": 547,
     "mla_prefill/expanded": 296,
@@ -38,6 +39,8 @@ SPILLS = {
     "product_bf16_int8_1/product": 293,
     "product_bf16_mxfp4_256/product": 760,
     "product_bf16_nvfp4_256/product": 106,
+    "rotate_index_keys/rotate": 16,
+    "sparse_mla/attend_chosen": 664,
 }
 """Registers that are spilled on gfx906, by kernel, with Triton 3.9.0."""
 

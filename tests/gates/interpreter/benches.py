@@ -18,8 +18,15 @@ LAYOUTS = (
 )
 NAMES = tuple(layout.name for layout in LAYOUTS)
 TILES = Tiles(
-    decode=Launch(16, 32), prefill=Launch(32, 32), mla=Launch(16, 32), chunk_tokens=64, splits=3,
-    sparse=Launch(16, 32), index=Launch(2, 32), programs=8, select_tokens=64,
+    decode=Launch(16, 32),
+    prefill=Launch(32, 32),
+    mla=Launch(16, 32),
+    chunk_tokens=64,
+    splits=3,
+    sparse=Launch(16, 32),
+    index=Launch(2, 32),
+    programs=8,
+    select_tokens=64,
 )  # so small that samples of a hundred tokens have several splits, and more keys than SPLITS chunks hold
 KERNELS = triton_kernels(NAMES, TILES.prepare)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -27,10 +27,16 @@ from inferplane_cuda.kernels.conditions import (
 from inferplane_cuda.kvcache import PAGED_NAMES, TOKEN_SCALED
 from inferplane_cuda.tuning import load_measured, rank_measured
 
-AMPERE = Tiles(prefill=Launch(64, 32, 4, 2), decode=Launch(16, 64, 4, 3), mla=Launch(16, 32, 8, 2))
+AMPERE = Tiles(
+    prefill=Launch(64, 32, 4, 2), decode=Launch(16, 64, 4, 3), mla=Launch(16, 32, 8, 2), sparse=Launch(16, 32, 8, 2),
+    index=Launch(16, 64, 4, 3), programs=108,
+)  # fmt: skip
 """Fits the 99 KiB of shared memory that a program may have on sm86 and sm89."""
 
-HOPPER = Tiles(prefill=Launch(128, 64, 8, 3), decode=Launch(16, 64, 4, 4), mla=Launch(16, 64, 8, 2))
+HOPPER = Tiles(
+    prefill=Launch(128, 64, 8, 3), decode=Launch(16, 64, 4, 4), mla=Launch(16, 64, 8, 2), sparse=Launch(16, 64, 8, 2),
+    index=Launch(16, 128, 8, 2), programs=132,
+)  # fmt: skip
 """For sm90 and sm100, where a program may have 227 KiB."""
 
 

@@ -8,7 +8,10 @@ from inferplane.plugin import Kernel
 from inferplane_dcu.kernels import attention, basic, mla, mla_fp8, moe, moe_int8
 from inferplane_dcu.kvcache import PAGED
 
-TILES = Tiles(prefill=Launch(32, 16, 4, 1), decode=Launch(16, 16, 4, 1), mla=Launch(16, 16, 4, 1))
+TILES = Tiles(
+    prefill=Launch(32, 16, 4, 1), decode=Launch(16, 16, 4, 1), mla=Launch(16, 16, 4, 1), sparse=Launch(16, 16, 4, 1),
+    index=Launch(16, 16, 4, 1),
+)  # fmt: skip
 """A program may have 64 KiB of shared memory and waves have 64 lanes; in attention, Hygon's build of Triton takes at
 most 16 keys per iteration (FlagGems issue 3819). One stage: shared memory holds no second.
 """

@@ -22,7 +22,7 @@ from inferplane.types import Batch, LayerKV
 FOLDED_BYTES = 256 << 20
 """Bytes of folded queries that are in memory at a time."""
 LEAST_SPLIT = 128
-"""Fewest chosen positions in a split."""
+"""Fewest chosen positions in a split, unless `Tiles.chunk_tokens` is less."""
 
 
 @triton.jit(do_not_specialize=("first_row", "last_row", "splits"))
@@ -36,7 +36,8 @@ def _attend_chosen(
 ):  # fmt: skip
     """Program `(token, tile and split, sequence)`: attention of ROWS heads of a token to one split of the positions
     that it chose, `span` of them. `q`, `out`, `parts` and `lse` have rows from `first_row` up to `last_row` of the
-    step. SPLIT: there are several splits, whose results are stored for `_combine_chosen`.
+    step. SPLIT: there are several splits, whose results are stored for `_combine_chosen`. A latent is read and
+    multiplied in two halves, which takes fewer registers.
     """
     tiles: tl.constexpr = (HEADS + ROWS - 1) // ROWS
     split = tl.program_id(0) % splits
@@ -53,40 +54,47 @@ def _attend_chosen(
     place = (mine * HEADS + head) * splits + split
     first = split * span
     last = tl.minimum(tl.minimum(first + span, TOP), length - count + token + 1)  # it chose no more than it sees
-    if SPLIT:
-        if first >= last:
-            tl.store(lse + place, tl.full([ROWS], float("-inf"), tl.float32), mask=real)
-            return
-    entry, rotated_entry, within = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_R), tl.arange(0, KEYS)
-    low = real[:, None] & (entry < LATENT)[None, :]
+    if SPLIT & (first >= last):
+        tl.store(lse + place, tl.full([ROWS], float("-inf"), tl.float32), mask=real)
+        return
+    HALF: tl.constexpr = BLOCK_L // 2
+    REST: tl.constexpr = LATENT - HALF
+    entry, rotated_entry, within = tl.arange(0, HALF), tl.arange(0, BLOCK_R), tl.arange(0, KEYS)
+    low, middle = real[:, None], real[:, None] & (entry < REST)[None, :]
     high = real[:, None] & (rotated_entry < ROPE)[None, :]
-    query = tl.load(q + mine * q_token + head[:, None] * q_head + entry[None, :], mask=low, other=0.0)
-    query_rope = tl.load(
-        q_rope + row * rope_token + head[:, None] * rope_head + rotated_entry[None, :], mask=high, other=0.0
-    )  # fmt: skip
+    source = q + mine * q_token + head[:, None] * q_head + entry[None, :]
+    query, query_2 = tl.load(source, mask=low, other=0.0), tl.load(source + HALF, mask=middle, other=0.0)
+    source = q_rope + row * rope_token + head[:, None] * rope_head + rotated_entry[None, :]
+    query_rope = tl.load(source, mask=high, other=0.0)
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_L], tl.float32)
+    acc, acc_2 = tl.zeros([ROWS, HALF], tl.float32), tl.zeros([ROWS, HALF], tl.float32)
     table = tables + sequence.to(tl.int64) * table_outer
     for start in range(first, last, KEYS):
         position = tl.load(chosen + row * TOP + start + within, mask=start + within < last, other=-1)
         inside = position >= 0
-        slot = slots_of_keys(table, tl.where(inside, position, 0), inside, BLOCK_TOKENS)
-        latent = load_latents(entries, scales, slot, inside, 0, LATENT, BLOCK_L, PART, PARTS, KIND, query.dtype)
+        slot = slots_of_keys(table, position, inside, BLOCK_TOKENS)
         rope = load_latents(entries, scales, slot, inside, LATENT, ROPE, BLOCK_R, PART, PARTS, KIND, query.dtype)
-        s = tl.dot(query, tl.trans(latent), input_precision="ieee")
-        s = tl.dot(query_rope, tl.trans(rope), s, input_precision="ieee") * scale
+        s = tl.dot(query_rope, tl.trans(rope), input_precision="ieee")
+        latent = load_latents(entries, scales, slot, inside, 0, HALF, HALF, PART, PARTS, KIND, query.dtype)
+        s = tl.dot(query, tl.trans(latent), s, input_precision="ieee")
+        latent_2 = load_latents(entries, scales, slot, inside, HALF, REST, HALF, PART, PARTS, KIND, query.dtype)
+        s = tl.dot(query_2, tl.trans(latent_2), s, input_precision="ieee") * scale
         s = tl.where(inside[None, :], s, float("-inf"))
         p, shrink, highest, total = softmax_step(s, highest, total, True)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(p.to(query.dtype), latent, acc, input_precision="ieee")
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        p = p.to(query.dtype)
+        acc = tl.dot(p, latent, acc * shrink[:, None], input_precision="ieee")
+        acc_2 = tl.dot(p, latent_2, acc_2 * shrink[:, None], input_precision="ieee")
+    weight = 1.0 / tl.where(total == 0.0, 1.0, total)[:, None]
     if SPLIT:
-        tl.store(parts + place[:, None] * LATENT + entry[None, :], acc, mask=low)
+        target = parts + place[:, None] * LATENT + entry[None, :]
+        tl.store(target, acc * weight, mask=low)
+        tl.store(target + HALF, acc_2 * weight, mask=middle)
         tl.store(lse + place, tl.where(total == 0.0, float("-inf"), highest + tl.log2(total)), mask=real)
     else:
-        target = mine * out_token + head * out_head
-        tl.store(out + target[:, None] + entry[None, :], acc.to(out.dtype.element_ty), mask=low)
+        target = out + mine * out_token + head[:, None] * out_head + entry[None, :]
+        tl.store(target, (acc * weight).to(out.dtype.element_ty), mask=low)
+        tl.store(target + HALF, (acc_2 * weight).to(out.dtype.element_ty), mask=middle)
 
 
 @triton.jit(do_not_specialize=("splits",))
@@ -127,7 +135,7 @@ def _attend_rows(
     mid = torch.empty_like(q)
     out = mid.transpose(0, 1)
     across = triton.cdiv(d.heads, launch.rows)
-    least = max(LEAST_SPLIT, launch.keys)
+    least = max(min(LEAST_SPLIT, tiles.chunk_tokens), launch.keys)
     splits = max(1, min(tiles.programs // (across * len(rows)), triton.cdiv(min(top, batch.max_seq_tokens), least)))
     span = triton.cdiv(triton.cdiv(top, splits), launch.keys) * launch.keys
     parts = lse = out

@@ -19,7 +19,7 @@ from inferplane.kernels.triton.mla import load_latents
 from inferplane.kernels.triton.tiles import Tiles
 from inferplane.types import Batch, LayerKV
 
-ROTATED_ROWS = 32
+ROTATED_ROWS = 16
 """Rows of a program that rotates."""
 
 
@@ -86,7 +86,7 @@ def rotate_index_keys(view: Any, x: torch.Tensor) -> torch.Tensor:
     rows = x.numel() // view.block
     if rows:
         _rotate[(triton.cdiv(rows, ROTATED_ROWS),)](
-            x, out, rows, view.block**-0.5, BLOCK=view.block, ROWS=ROTATED_ROWS, num_warps=4
+            x, out, rows, view.block**-0.5, BLOCK=view.block, ROWS=ROTATED_ROWS, num_warps=8
         )
     return out
 
