@@ -24,9 +24,9 @@ TILES = Tiles(
     chunk_tokens=64,
     splits=3,
     sparse=Launch(16, 32),
-    index=Launch(2, 32),
+    index=Launch(8, 64),
     programs=8,
-    select_tokens=64,
+    select_tokens=256,
 )  # so small that samples of a hundred tokens have several splits, and more keys than SPLITS chunks hold
 KERNELS = triton_kernels(NAMES, TILES.prepare)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

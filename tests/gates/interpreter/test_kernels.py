@@ -12,6 +12,8 @@ OF_STATES = ("causal_conv1d", "gated_delta_rule", "selective_scan")
 """Ops that read and write a state of each sequence."""
 EVERYWHERE = ("decode", "drafts", "chunks", "mixed", "window_prefill", "sinks_decode", "softcap_window")
 """Samples that are run on every layout, in bfloat16; the others on the plain one alone."""
+FEWER = {"index_select": ("decode",)}
+"""The same of ops that take long."""
 
 
 def cases():
@@ -29,7 +31,7 @@ def cases():
                 found += [(kernel, sample, name, None) for name in names]
                 continue
             found += [(kernel, sample, n, "paged_64") for n, d in DTYPES.items() if d in kernel.when.dtypes]
-            if sample.label in EVERYWHERE:
+            if sample.label in FEWER.get(kernel.op, EVERYWHERE):
                 found += [(kernel, sample, "bfloat16", x.name) for x in LAYOUTS if x.name != "paged_64"]
     return found
 

@@ -28,10 +28,11 @@ def test_of_equal_scores_the_lower_position_wins(values, top):
     generator = torch.Generator().manual_seed(values + top)
     scores = torch.randint(-values, values, (200, 64), generator=generator).float()
     scores[::3] *= -0.0  # zeros of both signs are equal
-    scores = scores.masked_fill(mask_pairs(200, 264, None, scores.device)[:, 200:], -torch.inf)
+    hidden = mask_pairs(200, 264, None, scores.device)[:, 200:]
+    scores = scores.masked_fill(hidden, -torch.inf)
     want = pick(scores, top)
-    assert torch.equal(choose_positions(scores, scores == -torch.inf, top), want)
-    assert torch.equal(take_largest(scores, top), want)
+    assert torch.equal(choose_positions(scores, hidden, top), want)
+    assert torch.equal(take_largest(scores, hidden, top), want)
 
 
 @pytest.mark.parametrize("score", [-math.inf, math.inf, math.nan, 0.0])
@@ -39,9 +40,19 @@ def test_rows_that_see_no_more_than_are_chosen_have_all(score):
     """Whatever the scores are; the last rows see more than are chosen, and never a later position."""
     hidden = mask_pairs(9, 9, None, torch.device("cpu"))
     scores = torch.full((9, 9), score).masked_fill(hidden, -torch.inf)
-    for row, found in enumerate(choose_positions(scores, hidden, 5).tolist()):
-        want = list(range(min(row + 1, 5)))
-        assert found == want + [-1] * (5 - len(want))
+    for chosen in (choose_positions(scores, hidden, 5), take_largest(scores, hidden, 5)):
+        for row, found in enumerate(chosen.tolist()):
+            want = list(range(min(row + 1, 5)))
+            assert found == want + [-1] * (5 - len(want))
+
+
+def test_scores_of_all_kinds_are_taken_in_the_body_s_order():
+    """NaN of both signs before infinity, and whatever is hidden behind all of them."""
+    values = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0, -math.nan])
+    scores = values[torch.randint(0, 8, (280, 40), generator=torch.Generator().manual_seed(2))]
+    hidden = mask_pairs(40, 40, None, scores.device)
+    for rows in scores.split(40):
+        assert torch.equal(take_largest(rows, hidden, 9), choose_positions(rows.masked_fill(hidden, -math.inf), hidden, 9))
 
 
 def test_1000_rows_choose_as_transformers():
