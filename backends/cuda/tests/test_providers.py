@@ -19,7 +19,17 @@ import pytest
 import torch
 
 from inferplane.binding import Bench, run_case
-from inferplane.ops import Attention, MLAAbsorbed, MLADims, Sample, placeholder
+from inferplane.ops import (
+    Attention,
+    Linear,
+    MLAAbsorbed,
+    MLADims,
+    Sample,
+    SparseMLAAbsorbed,
+    SparseMLAExpanded,
+    placeholder,
+)
+from inferplane.ops.sparse.attention import draw_positions
 from inferplane.plugin import HOST, Features, KernelError, KVRequest, UsageError
 from inferplane_cuda.kernels import hopper_kernels, providers
 from inferplane_cuda.kvcache import list_paged_layouts
@@ -126,6 +136,18 @@ def flash_attn(given: dict[str, Any]) -> Any:
     return attended(q, k, g.v_cache, g.cache_seqlens, g.cu_seqlens_q, g.page_table, g.softmax_scale, left)
 
 
+def flash_mla_sparse(given: dict[str, Any]) -> Any:
+    g = SimpleNamespace(**given)
+    tokens, heads, _ = g.q.shape
+    assert heads in (64, 128) and g.kv.shape[1:] == (1, 576) and g.d_v == 512 and g.q.is_contiguous()
+    assert g.indices.dtype == torch.int32 and g.indices.shape[:2] == (tokens, 1) and g.indices.shape[2] % 128 == 0
+    out = torch.full((tokens, heads, 512), torch.nan, dtype=g.q.dtype)
+    for i, row in enumerate(g.indices[:, 0].tolist()):
+        keys = g.kv[[slot for slot in row if 0 <= slot < g.kv.shape[0]], 0].float()
+        out[i] = ((g.q[i].float() @ keys.t()) * g.sm_scale).softmax(-1) @ keys[:, :512]
+    return out, None, None
+
+
 class Planned:
     """FlashInfer's wrappers: what `plan` was given, and then `run`."""
 
@@ -174,6 +196,7 @@ def libraries(monkeypatch):
     mla, attn = ModuleType("flash_mla"), ModuleType("flash_attn_interface")
     mla.get_mla_metadata = published("flash_mla.get_mla_metadata", lambda given: ("plan", None))  # type: ignore[attr-defined]
     mla.flash_mla_with_kvcache = published("flash_mla.flash_mla_with_kvcache", flash_mla)  # type: ignore[attr-defined]
+    mla.flash_mla_sparse_fwd = published("flash_mla.flash_mla_sparse_fwd", flash_mla_sparse)  # type: ignore[attr-defined]
     attn.flash_attn_with_kvcache = published("flash_attn_interface.flash_attn_with_kvcache", flash_attn)  # type: ignore[attr-defined]
     for name, module in {"flash_mla": mla, "flash_attn_interface": attn, **flashinfer_modules()}.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -183,6 +206,8 @@ DIMS = MLADims(4, 128, 64, 128, 512)
 GQA, WINDOW = KVRequest("gqa", 2, 64, 64), KVRequest("gqa", 2, 64, 64, window=20)
 OPS = {
     "latent": MLAAbsorbed(placeholder(4 * 256, 512), DIMS, 192**-0.5, DIMS.request),
+    "sparse": SparseMLAAbsorbed(placeholder(4 * 256, 512), DIMS, 192**-0.5, DIMS.request, 128),
+    "sparse_many": SparseMLAExpanded(Linear(placeholder(4 * 256, 512)), DIMS, 192**-0.5, DIMS.request, 128),
     "few": Attention(4, 0.125, GQA, "few"),
     "many": Attention(4, 0.125, GQA, "many"),
     "window": Attention(4, 0.125, WINDOW, "few"),
@@ -195,13 +220,14 @@ def sample(op: Any, sequences: list[tuple[int, int]]) -> Sample:
         batch, kv = draw.step(op.kv, sequences, written=True)
         if op.name == "attention":
             return draw.normal(batch.tokens, op.heads, op.kv.dim), batch, kv
-        return draw.normal(batch.tokens, 4, 192)[..., :128], draw.normal(batch.tokens, 4, 64), batch, kv
+        chosen = (draw_positions(draw, batch, op.top),) if op.name.startswith("sparse") else ()
+        return draw.normal(batch.tokens, 4, 192)[..., :128], draw.normal(batch.tokens, 4, 64), *chosen, batch, kv
 
     return Sample("made", op, inputs, "mixed" if sequences[0][0] > 8 else "decode")
 
 
 def calls() -> list[Any]:
-    pairs = [(op, steps) for op in OPS for steps in STEPS if (op == "many") == (steps == "chunks")]
+    pairs = [(op, steps) for op in OPS for steps in STEPS if op.endswith("many") == (steps == "chunks")]
     return [(k, *pair) for k in providers.kernels() for pair in pairs if OPS[pair[0]].name == k.op]
 
 

@@ -116,6 +116,8 @@ def kernels() -> list[Kernel]:
 
     return [
         kernel("mla_absorbed", "flash_mla", V3_LATENTS),
+        kernel("sparse_mla_absorbed", "flash_mla", *SPARSE, prepare="prepare_sparse"),
+        kernel("sparse_mla_expanded", "flash_mla", *SPARSE, prepare="prepare_sparse"),
         kernel("mla_absorbed", "flash_attn_3", V3_LATENTS),
         # It masks what lies before a window tile by tile, and NaN in a block that was given back would come through.
         kernel("attention", "flash_attn_3", NO_WINDOW, ("heads of at most 256 entries", lambda op: op.kv.dim <= 256)),
@@ -124,6 +126,11 @@ def kernels() -> list[Kernel]:
     ]
 
 
+SPARSE = (
+    V3_LATENTS,
+    ("a multiple of 128 chosen tokens", lambda op: op.top % 128 == 0),
+    ("at most 128 heads", lambda op: op.dims.heads <= 128),
+)
 HEADS_TO_256 = ("heads of 64, 128 or 256 entries", lambda op: op.kv.dim == op.kv.v_dim in (64, 128, 256))
 
 

@@ -16,6 +16,7 @@ import triton.language as tl
 from inferplane.kernels.triton.attention import LOG2_E, pad_width, sequence_extent, slots_of_keys, softmax_step
 from inferplane.kernels.triton.kv_write import cache_tensors, with_contiguous_rows
 from inferplane.kernels.triton.mla import load_latents, mla_expanded
+from inferplane.kernels.triton.sparse.selection import MOST_ROWS
 from inferplane.kernels.triton.tiles import Launch, Tiles
 from inferplane.types import Batch, LayerKV
 
@@ -187,7 +188,7 @@ def attend_chosen(
     q_rope, chosen = with_contiguous_rows(q_rope), chosen.contiguous()
     tokens = q_nope.shape[0]
     result = q_nope.new_empty(tokens, d.heads, d.value)  # tokens outside: the next product reads it as it lies
-    step = max(1, FOLDED_BYTES // (d.heads * d.latent * q_nope.element_size()))
+    step = max(1, min(FOLDED_BYTES // (d.heads * d.latent * q_nope.element_size()), MOST_ROWS))
     for first in range(0, tokens, step):
         rows = range(first, min(first + step, tokens))
         part = slice(rows.start, rows.stop)

@@ -21,6 +21,8 @@ from inferplane.types import Batch, LayerKV
 
 SCORE_BYTES = 256 << 20
 """Bytes of scores that are in memory at a time, unless one row has more."""
+MOST_ROWS = 65535
+"""Rows of a launch: GPUs have no larger grid in its second dimension."""
 DIGITS = tl.constexpr(4)
 BINS = tl.constexpr(256)
 """Values of a digit."""
@@ -184,7 +186,7 @@ def index_select(view: Any, q: torch.Tensor, w: torch.Tensor, batch: Batch, kv: 
     tokens, top = q.shape[0], view.dims.top
     out = torch.empty(tokens, top, dtype=torch.int32, device=q.device)
     stride = triton.cdiv(batch.max_seq_tokens, 16) * 16
-    step = max(1, SCORE_BYTES // (4 * stride))
+    step = max(1, min(SCORE_BYTES // (4 * stride), MOST_ROWS))
     for first in range(0, tokens, step):
         rows = range(first, min(first + step, tokens))
         if batch.max_seq_tokens > top:
