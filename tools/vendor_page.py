@@ -3,12 +3,13 @@ and what each backend replaces in them."""
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import family_page
 from model_lines import ImportGraph, Lines, count_lines, find_code
@@ -155,14 +156,14 @@ def _table_of_shared(
     ops = _own_ops(families, shipped, configs)
     rows = [("parts of models", graph.count(parts))]
     names = ", ".join(f"`{name}`" for name in ops)
-    rows.append((f"the ops {names}", _count(OPS[name] for name in ops)))
-    kernels: dict[str, dict[Any, None]] = {}
+    rows.append((f"the ops {names}", _count(_source(OPS[name]) for name in ops)))
+    kernels: dict[str, dict[Source, None]] = {}
     for device in (d.name for d in host.devices()):
         for kernel in host.kernels(host.backend_for_explain(device)):
             if kernel.op in ops:
-                target = _target(kernel)
-                backend = target.__module__.partition(".")[0].removeprefix("inferplane_")
-                kernels.setdefault("all devices" if backend == "inferplane" else backend, {})[target] = None
+                module, written = _sources_of(kernel)
+                backend = module.partition(".")[0].removeprefix("inferplane_")
+                kernels.setdefault("all devices" if backend == "inferplane" else backend, {}).update(written)
     rows += [(f"kernels of {name}, Python", _count(found)) for name, found in sorted(kernels.items())]
     sources = [ROOT / "backends" / "cpu" / "csrc" / path for path, op in NATIVE.items() if op in ops]
     rows.append(("kernels of cpu, C++", count_lines(sources)))
@@ -185,22 +186,42 @@ def _own_ops(
     return sorted(of_families.difference(*map(ops_of, others)))
 
 
-def _target(kernel: Kernel) -> Callable[..., Any]:
-    """The function of a kernel; loaded if it is stated by name."""
-    target = kernel.target
-    if isinstance(target, str):
-        module, _, name = target.partition(":")
-        __import__(module)
-        return getattr(sys.modules[module], name)  # type: ignore[no-any-return]
-    return target
+class Source(NamedTuple):
+    """The file and the text of a function or class."""
+
+    file: str
+    text: str
 
 
-def _count(objects: Iterable[Any]) -> Lines:
+def _source(item: Any) -> Source:
+    return Source(inspect.getsourcefile(item) or "", inspect.cleandoc("\n" + inspect.getsource(item)))
+
+
+def _sources_of(kernel: Kernel) -> tuple[str, dict[Source, None]]:
+    """A kernel's module, and its function. If it is stated by name, which needs not be importable here, what it calls
+    in its module is counted with it: there functions of a device stand beside the one of the host.
+    """
+    if not isinstance(kernel.target, str):
+        return kernel.target.__module__, {_source(kernel.target): None}
+    module, _, name = kernel.target.partition(":")
+    spec = find_spec(module)
+    assert spec is not None and spec.origin is not None, f"{kernel.name}: no module {module}"
+    text = Path(spec.origin).read_text(encoding="utf-8")
+    functions = {n.name: n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)}
+    found, waiting = dict[Source, None](), [name]
+    while waiting:
+        node = functions.pop(waiting.pop(), None)
+        if node is not None:
+            found[Source(spec.origin, ast.get_source_segment(text, node) or "")] = None
+            waiting += [n.id for n in ast.walk(node) if isinstance(n, ast.Name)]
+    return module, found
+
+
+def _count(sources: Iterable[Source]) -> Lines:
     """The lines of some functions and classes."""
-    found = [*objects]
-    sources = [inspect.cleandoc("\n" + inspect.getsource(item)) for item in found]
-    files = {inspect.getsourcefile(item) for item in found}
-    return Lines(len(files), sum(len(s.splitlines()) for s in sources), sum(len(find_code(s)) for s in sources))
+    found = [*sources]
+    files, texts = {file for file, _ in found}, [text for _, text in found]
+    return Lines(len(files), sum(len(t.splitlines()) for t in texts), sum(len(find_code(t)) for t in texts))
 
 
 def _table_of_plans(host: PluginHost, devices: Iterable[str], config: dict[str, Any]) -> str:

@@ -40,8 +40,8 @@ def _rope(
     tl.store(target + second, (b * cos + a * sin).to(out.dtype.element_ty), mask=inside)
     if REST > 0:
         rest = 2 * HALF + tl.arange(0, BLOCK_REST)
-        kept = rest < 2 * HALF + REST
-        tl.store(target + rest, tl.load(source + rest, mask=kept, other=0.0), mask=kept)
+        unrotated = rest < 2 * HALF + REST
+        tl.store(target + rest, tl.load(source + rest, mask=unrotated, other=0.0), mask=unrotated)
 
 
 @triton.jit
