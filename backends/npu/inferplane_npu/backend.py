@@ -34,7 +34,7 @@ from inferplane.plugin import (
 from inferplane_npu.chips import SERIES, arch_of, features_of
 from inferplane_npu.graphs import UpdatableGraph
 from inferplane_npu.kernels import kernels
-from inferplane_npu.kvcache import layouts
+from inferplane_npu.layouts import layouts
 from inferplane_npu.versions import cann_version, mismatch
 
 MODULE, DISTRIBUTION = "torch_npu", "torch-npu"
@@ -113,7 +113,7 @@ class NpuBackend(Accelerator):
         return features_of(arch or next(iter(self.architectures)))
 
     def kv_layouts(self, request: KVRequest, dtype: torch.dtype) -> Sequence[KVLayout]:
-        """See `inferplane_npu.kvcache`."""
+        """See `inferplane_npu.layouts`."""
         return layouts(request)
 
     def comm(self) -> str:

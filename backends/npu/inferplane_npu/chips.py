@@ -15,12 +15,15 @@ _CALLED = "not in its pages' lists, but vllm-ascend calls it on this series (dev
 _A5 = "FP8 operators are for the 950 series alone (CANN operator documents)"
 _INT8_950 = "op-plugin's tests multiply int8 by int8 there (test_npu_quant_matmul.py, Ascend950)"
 _NOT_310P = "its pages list Atlas A2 and A3 only (op-plugin, docs/zh/custom_APIs)"
+_NOT_310P_950 = "its pages list Atlas A2, A3 and the 950 only (op-plugin, docs/zh/custom_APIs)"
 _ATTENTION_310P = "vllm-ascend's attention there reads ATB's NZ cache (_310p/attention/attention_v1.py)"
 _ROTARY_310P = "page of npu_rotary_mul: on that series halves of 128 entries only, in four dimensions"
 _A2_A3_LISTED = "its page lists Atlas A2 and A3, and neither lists nor denies this series (op-plugin)"
 _BF16_STATES = "page of npu_chunk_gated_delta_rule: states in float32 on the 950 alone"
 _NO_RECURRENT = "the page of npu_recurrent_gated_delta_rule lists Atlas A2 and A3 only"
 _NO_CONVOLUTION = "the page of npu_fused_causal_conv1d lists the 950 only"
+_NO_FLOAT32_WEIGHTS = "page of npu_lightning_indexer: no weights in float32 on the 950"
+_NO_INT8_ROTATION = "page of npu_rotate_quant: no int8 on the 950"
 _ATTENTION = "fused attention reads K and V in ND there (page of npu_fused_infer_attention_score)"
 
 _A2_A3 = {
@@ -35,6 +38,11 @@ _A2_A3 = {
     "recurrent-delta-rule": Feature(True, _LISTED),
     "chunked-delta-rule-float32": Feature(False, _BF16_STATES),
     "causal-conv1d": Feature(False, _NO_CONVOLUTION),
+    "sparse-attention": Feature(True, _LISTED),
+    "sparse-attention-int8": Feature(True, _LISTED),
+    "float32-index-weights": Feature(True, _LISTED),
+    "rotate-quant-int8": Feature(True, _LISTED),
+    "mla-prolog": Feature(True, _LISTED),
     "nz-cache": Feature(False, _ATTENTION),
     "nz-plain-weights": Feature(
         False, "ND is the default for plain weights; NZ is for quantized ones (vllm-ascend utils.py)"
@@ -56,6 +64,11 @@ SERIES: dict[str, dict[str, Feature]] = {
         "recurrent-delta-rule": Feature(False, _NO_RECURRENT),
         "chunked-delta-rule-float32": Feature(False, _BF16_STATES),
         "causal-conv1d": Feature(False, _NO_CONVOLUTION),
+        "sparse-attention": Feature(False, _NOT_310P_950),
+        "sparse-attention-int8": Feature(False, _NOT_310P_950),
+        "float32-index-weights": Feature(False, _NOT_310P_950),
+        "rotate-quant-int8": Feature(False, _NOT_310P_950),
+        "mla-prolog": Feature(False, _NOT_310P_950),
         "nz-cache": Feature(True, _ATTENTION_310P),
         "nz-plain-weights": Feature(True, "weights are in NZ there (vllm-ascend hardware_profile.py, FORCE_NZ)"),
     },
@@ -74,6 +87,11 @@ SERIES: dict[str, dict[str, Feature]] = {
         "recurrent-delta-rule": Feature(False, _NO_RECURRENT),
         "chunked-delta-rule-float32": Feature(True, _LISTED),
         "causal-conv1d": Feature(True, _LISTED),
+        "sparse-attention": Feature(True, _LISTED),
+        "sparse-attention-int8": Feature(True, _LISTED),
+        "float32-index-weights": Feature(False, _NO_FLOAT32_WEIGHTS),
+        "rotate-quant-int8": Feature(False, _NO_INT8_ROTATION),
+        "mla-prolog": Feature(True, _LISTED),
         "nz-cache": Feature(False, _ATTENTION),
         "nz-plain-weights": Feature(
             False, "a tensor in NZ can neither be viewed nor sliced there (page of npu_format_cast)"
@@ -86,7 +104,10 @@ SERIES: dict[str, dict[str, Feature]] = {
 quantization). "rotary-ragged": npu_rotary_mul takes `[T, H, D]`, both pairings and any even width
 below 896. "sinks": npu_fused_infer_attention_score_v2 with sinks. "clipped-swiglu", "causal-conv1d": the operators of
 these names. "recurrent-delta-rule": npu_recurrent_gated_delta_rule. "chunked-delta-rule-float32":
-npu_chunk_gated_delta_rule with states in float32. "atb": ATB's operators, which need NNAL. "nz-cache": attention reads
+npu_chunk_gated_delta_rule with states in float32. "sparse-attention": npu_lightning_indexer and
+npu_sparse_flash_attention, "float32-index-weights": the former with weights in float32; "sparse-attention-int8":
+npu_quant_lightning_indexer and npu_kv_quant_sparse_flash_attention; "rotate-quant-int8": npu_rotate_quant into int8;
+"mla-prolog": npu_mla_prolog_v3. "atb": ATB's operators, which need NNAL. "nz-cache": attention reads
 an NZ cache. "nz-plain-weights": plain weights are kept in NZ.
 """
 

@@ -1,4 +1,4 @@
-"""KV layouts on Ascend NPUs, in blocks of 128 tokens, as the vendor's attention reads them.
+"""K, V and latents on Ascend NPUs, in blocks of 128 tokens, as the vendor's attention reads them.
 
 | name | for | tensors, B blocks and a spare one |
 |---|---|---|
@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from inferplane.plugin import BlockedKV, KVLayout, KVRequest, LayerKV, paged_layout
+from inferplane.plugin import BlockedKV, KVRequest
 
 npu = torch.ops.npu
 
@@ -66,7 +66,21 @@ def interleave(x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
-class NpuKV(BlockedKV):
+class SpareBlockKV(BlockedKV):
+    """A cache with one block more than block tables name, which takes padded rows. Attributes: `blocks`, without it."""
+
+    block_tokens = BLOCK_TOKENS
+    blocks: int
+
+    def real(self, slots: torch.Tensor) -> torch.Tensor:
+        """`[T]` slots for the vendor's writes: padded rows go to slots of the spare block, different ones for up to 128
+        padded rows in a row.
+        """
+        spare = self.blocks * BLOCK_TOKENS + torch.arange(slots.shape[0], device=slots.device) % BLOCK_TOKENS
+        return torch.where(slots < 0, spare, slots)
+
+
+class NpuKV(SpareBlockKV):
     """One layer's blocks in one of the vendor's layouts: two tensors, `first` and `second`.
 
     Args:
@@ -77,8 +91,6 @@ class NpuKV(BlockedKV):
         device: where the tensors live.
     """
 
-    block_tokens = BLOCK_TOKENS
-
     def __init__(self, request: KVRequest, blocks: int, layout: str, dtype: torch.dtype, device: torch.device) -> None:
         self.request, self.blocks, self.layout = request, blocks, layout
         self.latent, self.nz = request.kind == "mla", layout in (NZ_128, LATENT_NZ_128)
@@ -88,7 +100,6 @@ class NpuKV(BlockedKV):
         self.first, self.second = (torch.zeros((blocks + 1, *s), dtype=dtype, device=device) for s in shapes)
         if layout == NZ_128:  # ATB asks for the format too, not for the shape alone
             self.first, self.second = (npu.npu_format_cast(t, FRACTAL_NZ) for t in (self.first, self.second))
-        self._spare = blocks * BLOCK_TOKENS
 
     def flat(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Views `[blocks + 1, 128, heads * dim]` of both tensors, the form BnBsH of the vendor's attention; ND only."""
@@ -97,13 +108,6 @@ class NpuKV(BlockedKV):
     def antiquant(self) -> dict[str, Any]:
         """Arguments of the vendor's attention that say how entries are quantized: none."""
         return {}
-
-    def real(self, slots: torch.Tensor) -> torch.Tensor:
-        """`[T]` slots for the vendor's writes: padded rows go to slots of the spare block, different ones for up to 128
-        padded rows in a row.
-        """
-        spare = self._spare + torch.arange(slots.shape[0], device=slots.device) % BLOCK_TOKENS
-        return torch.where(slots < 0, spare, slots)
 
     def write(self, slots: torch.Tensor, *values: torch.Tensor) -> None:
         """See `LayerKV.write`."""
@@ -191,38 +195,3 @@ class NpuInt8KV(NpuKV):
     def list_tensors(self) -> tuple[torch.Tensor, ...]:
         """See `BlockedKV.list_tensors`: entries, then scales."""
         return self.first, self.second, *self.scales
-
-
-def _layout(name: str) -> KVLayout:
-    def build(request: KVRequest, blocks: int, dtype: torch.dtype, device: torch.device) -> LayerKV:
-        return NpuKV(request, blocks, name, dtype, device)
-
-    return KVLayout(name, BLOCK_TOKENS, build, lambda request, dtype: BLOCK_TOKENS * request.entries * dtype.itemsize)
-
-
-def _int8_layout() -> KVLayout:
-    def build(request: KVRequest, blocks: int, dtype: torch.dtype, device: torch.device) -> LayerKV:
-        return NpuInt8KV(request, blocks, ND_128_INT8, dtype, device)
-
-    def bytes_per_block(request: KVRequest, dtype: torch.dtype) -> int:
-        return BLOCK_TOKENS * (request.entries + 2 * request.heads * torch.float32.itemsize)
-
-    return KVLayout(ND_128_INT8, BLOCK_TOKENS, build, bytes_per_block, "int8", 0.5 / INT8_LARGEST)
-
-
-def layouts(request: KVRequest) -> tuple[KVLayout, ...]:
-    """Every layout on offer for one kind of layer: the vendor's where it has one, core's otherwise, and those in int8.
-
-    Which of the vendor's is taken is decided by the kernels: on the 310P those that read NZ are accepted, elsewhere
-    those that read ND. Heads that the vendor's attention does not read in int8 have core's int8 alone.
-    """
-    int8 = paged_layout(BLOCK_TOKENS, "int8")
-    if request.kind == "mla" and request.dim == LATENT + ROTARY:
-        return _layout(LATENT_ND_128), _layout(LATENT_NZ_128), int8
-    if request.kind != "gqa":
-        return paged_layout(BLOCK_TOKENS), int8
-    fits = request.dim == request.v_dim and request.dim % INT8_ALIGNMENT == 0
-    quantized = (_int8_layout(), int8) if fits else (int8,)
-    if request.heads * request.dim % NZ or request.heads * request.v_dim % NZ:
-        return _layout(ND_128), *quantized
-    return _layout(ND_128), _layout(NZ_128), *quantized

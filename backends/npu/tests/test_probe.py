@@ -199,10 +199,15 @@ def test_assumed_architectures():
     [
         (KVRequest("gqa", 8, 128, 128), ["npu_nd_128", "npu_nz_128", "npu_nd_128_int8", "paged_128_int8"]),
         (KVRequest("gqa", 3, 33, 33), ["npu_nd_128", "paged_128_int8"]),
-        (KVRequest("mla", 1, 576), ["npu_latent_nd_128", "npu_latent_nz_128", "paged_128_int8"]),
+        (
+            KVRequest("mla", 1, 576),
+            ["npu_latent_nd_128", "npu_latent_nz_128", "paged_128_int8", "npu_latent_tiles_128_int8"],
+        ),
         (KVRequest("mla", 1, 96), ["paged_128", "paged_128_int8"]),
+        (KVRequest("index_keys", 1, 128), ["npu_index_nd_128", "paged_128_int8", "npu_index_nd_128_int8"]),
+        (KVRequest("index_keys", 1, 64), ["paged_128", "paged_128_int8"]),
     ],
-    ids=["gqa", "gqa_odd", "mla", "mla_small"],
+    ids=["gqa", "gqa_odd", "mla", "mla_small", "index", "index_small"],
 )
 def test_blocks_of_128_tokens_for_every_kind_of_layer(request_, names):
     layouts = NpuBackend().kv_layouts(request_, torch.bfloat16)

@@ -8,6 +8,7 @@ padded sequences (slot -1), as in captured steps.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -18,7 +19,7 @@ from inferplane.conformance.plugin import SUBJECT
 from inferplane.conformance.subject import Subject
 from inferplane.engine.runner.options import DTYPES
 from inferplane.ops import OPS, Op, Sample
-from inferplane.types import Context, Features, Kernel
+from inferplane.types import Context, Features, Kernel, KVLayout
 
 RUNS = ((1, False), (2, True))
 """Seed, and whether sequences are padded. The start-up canary uses seed 0, so these numbers are new."""
@@ -49,9 +50,19 @@ def cases(subject: Subject) -> list[KernelCase]:
 
 
 def layout_names(subject: Subject, op: Op, dtype: torch.dtype) -> list[str | None]:
-    """Layouts that are available for all caches of an op; [None] if it has none."""
+    """Layouts that are available for all caches of an op. None is for an op without caches, and for one whose caches
+    have layouts of different names: each is then in the first one that the kernel accepts."""
     available = [[layout.name for layout in subject.layouts(r, dtype)] for r in op.kv_requests()]
-    return [name for name in available[0] if all(name in names for names in available)] if available else [None]
+    if not available:
+        return [None]
+    shared: list[str | None] = [name for name in available[0] if all(name in names for names in available)]
+    return shared if len({names[0] for names in available}) == 1 else [*shared, None]
+
+
+def accepted_layout(kernel: Kernel, available: Sequence[KVLayout], name: str | None) -> KVLayout:
+    """The layout of a cache by one of `layout_names`."""
+    named = [layout for layout in available if name in (None, layout.name)]
+    return next((layout for layout in named if layout.name in kernel.when.kv_layouts), named[0])
 
 
 def pytest_generate_tests(metafunc):
@@ -94,7 +105,7 @@ def test_some_sample_is_served(kernel, device, measured):
         for dtype in DTYPES.values():
             for layout in layout_names(device, sample.op, dtype):
                 available = device.bench(dtype).layouts
-                layouts = {r: next(x for x in available(r) if x.name == layout) for r in sample.op.kv_requests()}
+                layouts = {r: accepted_layout(kernel, available(r), layout) for r in sample.op.kv_requests()}
                 ctx = Context(dtype, sample.step_kind, layouts, device.features)
                 refusals = kernel.refusals(sample.op, ctx, sample.op.formats())
                 if not refusals:

@@ -18,10 +18,14 @@ from tests.vendors.npu import (
     emulate_moe,
     emulate_quant,
     emulate_recurrent,
+    emulate_sparse,
 )
 
 INFERPLANE_API = (1, 0)
-PARTS = (emulate_basic, emulate_attention, emulate_atb, emulate_cache, emulate_moe, emulate_quant, emulate_recurrent)
+PARTS = (
+    *(emulate_basic, emulate_attention, emulate_atb, emulate_cache, emulate_moe, emulate_quant, emulate_recurrent),
+    emulate_sparse,
+)
 EMULATOR = emulator(Path(__file__).parent, *PARTS)
 
 

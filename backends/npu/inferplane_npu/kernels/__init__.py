@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from inferplane.kernels.composed import composed_kernels
 from inferplane.plugin import Kernel
-from inferplane_npu.kernels import attention, attention_int8, basic, mla, moe, quant, recurrent
+from inferplane_npu.kernels import attention, attention_int8, basic, mla, moe, quant, recurrent, sparse, sparse_blocks
 
 
 def kernels() -> list[Kernel]:
@@ -15,6 +15,8 @@ def kernels() -> list[Kernel]:
         *attention.KERNELS,
         *attention_int8.KERNELS,
         *mla.KERNELS,
+        *sparse.KERNELS,
+        *sparse_blocks.KERNELS,
         *moe.KERNELS,
         *recurrent.KERNELS,
         *composed_kernels(),

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from inferplane.kernels.fused.needs import ADD_NORM_WEIGHT, FLOATS, NORM_WEIGHT, PLAIN_ACTIVATIONS, declare_fused
-from inferplane.plugin import Kernels, PackedStorage, Packing
+from inferplane.plugin import RANK_COMPOSED, Kernels, PackedStorage, Packing
 from inferplane_npu.kernels.when import RANK_ALTERNATIVE, OnNpu
 from inferplane_npu.kvcache import FRACTAL_NZ
 
@@ -48,6 +48,11 @@ def _entries(op: Any) -> int:
     return 2 * int(op.table.shape[-1])
 
 
+def _has_plain_layer_norm(op: Any) -> bool:
+    weights = [weight for weight in (op.weight, op.bias) if weight is not None]
+    return op.offset == 0 and all(len(w.shape) == 1 and w.dtype is None for w in weights)
+
+
 HALVES = ("halves as pairs", lambda op: not op.interleaved)
 NARROW = ("heads of fewer than 896 entries", lambda op: _entries(op) < 896)
 
@@ -66,6 +71,17 @@ def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> t
         return npu.npu_rms_norm(x, norm.weight, norm.eps)[0], x
     y, _, s = npu.npu_add_rms_norm(x, residual, norm.weight, norm.eps)
     return y, s
+
+
+@fused(
+    "layer_norm",
+    ("weights of one row in the plan's dtype, without offset", _has_plain_layer_norm),
+    provider="torch",
+    rank=RANK_COMPOSED,
+)
+def layer_norm(view: Any, x: torch.Tensor) -> torch.Tensor:
+    """torch's own, which torch_npu computes by one operator."""
+    return F.layer_norm(x, view.weight.shape, view.weight, view.bias, view.eps)
 
 
 @fused("rope", HALVES, NARROW, features=("rotary-ragged",), packs={"table": ROPE_HALF})

@@ -77,12 +77,12 @@ def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
     return _attend_absorbed(view, q_nope, even_first(q_rope), batch, kv)
 
 
-def _fold(view: Any, q_nope: torch.Tensor) -> torch.Tensor:
+def fold_heads(view: Any, q_nope: torch.Tensor) -> torch.Tensor:
     """`[T, H, N]` times each head's `[N, 512]`: `[T, H, 512]`. The weight is a view: kv_b is stored once."""
     return npu.npu_transpose_batchmatmul(q_nope, split_kv_b(view)[0], perm_x1=[1, 0, 2], perm_y=[1, 0, 2])
 
 
-def _unfold(view: Any, heads_first: torch.Tensor) -> torch.Tensor:
+def unfold_heads(view: Any, heads_first: torch.Tensor) -> torch.Tensor:
     """`[H, T, 512]` times each head's `[512, V]`: `[T, H, V]`."""
     w_v = split_kv_b(view)[1].transpose(1, 2)
     return npu.npu_transpose_batchmatmul(heads_first, w_v, perm_y=[1, 0, 2])
@@ -96,7 +96,7 @@ def _attend_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batc
         latent, rotated = kv.flat()
     mid = attend(
         batch,
-        _fold(view, q_nope).contiguous(),
+        fold_heads(view, q_nope).contiguous(),
         latent,
         latent,
         heads_first=True,
@@ -113,7 +113,7 @@ def _attend_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batc
         sparse_mode=RIGHT_DOWN_CAUSAL,
         block_size=BLOCK_TOKENS,
     )
-    return _unfold(view, mid)
+    return unfold_heads(view, mid)
 
 
 @fused(
@@ -135,7 +135,7 @@ def mla_absorbed_atb(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batc
         seq_lens = [n - count + 1 + i for n, count in zip(seq_lens, counts) for i in range(count)]
         tables = tables.repeat_interleave(torch.tensor(counts, device=tables.device), 0)
     mid = atb.npu_multi_head_latent_attention(
-        _fold(view, q_nope).contiguous(),
+        fold_heads(view, q_nope).contiguous(),
         even_first(q_rope).contiguous(),
         kv.first,
         kv.second,
@@ -145,7 +145,7 @@ def mla_absorbed_atb(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batc
         view.scale,
         1,
     )
-    return _unfold(view, mid.transpose(0, 1).contiguous())
+    return unfold_heads(view, mid.transpose(0, 1).contiguous())
 
 
 @fused("mla_expanded", EXPANDED, PLAIN_KV_B, kv_layouts=(LATENT_ND_128,), capture_safe=False, needs_host_lens=True)

@@ -224,16 +224,25 @@ class SparseMLABlock(Op, name="sparse_mla_block", extension=True):
     @classmethod
     def samples(cls) -> Sequence[Sample]:
         """Decode, prefill and a mixture; contexts below and beyond K; with another layer's selection; V3.2's own dims
-        with few heads. Rounding cannot swap positions."""
+        with few heads, and GLM-5's. Rounding cannot swap positions."""
         small, real = MLADims(2, 32, 16, 24, 48), MLADims(2, 128, 64, 128, 512)
         index, real_index = IndexDims(8, 32, 16, 32), IndexDims(16, 128, 64, 64)
+        glm = MLADims(2, 192, 64, 256, 512)
 
         def sample(
-            label: str, d: MLADims, i: IndexDims, sequences: Sequences, kind: StepKind, *, shared: bool = False
+            label: str,
+            d: MLADims,
+            i: IndexDims,
+            sequences: Sequences,
+            kind: StepKind,
+            *,
+            shared: bool = False,
+            width: int = 64,
+            rank: int = 40,
         ) -> Sample:
             def inputs(draw: Draw) -> tuple[Any, ...]:
                 batch, kv = draw.step(d.request, sequences)
-                x = draw.normal(batch.tokens, 64).abs()
+                x = draw.normal(batch.tokens, width).abs()
                 if shared:
                     return x, batch, IndexedCache(kv, None, Selection(draw_positions(draw, batch, i.top)))
                 blocks = int(batch.block_tables.max()) + 1
@@ -242,7 +251,7 @@ class SparseMLABlock(Op, name="sparse_mla_block", extension=True):
                 write_few_keys(draw, keys, blocks)
                 return x, batch, IndexedCache(kv, keys, Selection())
 
-            return Sample(label, make_block(d, i, shared=shared), inputs, kind)
+            return Sample(label, make_block(d, i, shared=shared, width=width, rank=rank), inputs, kind)
 
         return [
             sample("decode", small, index, [(1, 120), (3, 20)], "decode"),
@@ -252,6 +261,8 @@ class SparseMLABlock(Op, name="sparse_mla_block", extension=True):
             sample("shared_mixed", small, index, [(1, 150), (30, 20)], "mixed", shared=True),
             sample("v32_decode", real, real_index, [(1, 200), (3, 70)], "decode"),
             sample("v32_mixed", real, real_index, [(2, 180), (17, 0), (11, 160)], "mixed"),
+            sample("v32_rank", real, real_index, [(1, 200), (3, 70)], "decode", width=1024, rank=1536),
+            sample("glm_rank_shared", glm, real_index, [(20, 150)], "mixed", shared=True, width=1024, rank=2048),
         ]
 
 

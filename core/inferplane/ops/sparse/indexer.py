@@ -170,6 +170,7 @@ class IndexSelect(Op, name="index_select", hot=True):
             sample("mixed", small, [(1, 15), (1, 16), (3, 100), (40, 0), (9, 120)], "mixed"),
             sample("drafts", small, [(8, 300), (1, 0)], "decode"),
             sample("ties", small, [(2, 90), (1, 30)], "decode", ties=True),
+            sample("v32_ties", real, [(2, 90), (1, 63)], "decode", ties=True),
             sample("v32_decode", real, [(1, 300), (2, 40)], "decode"),
             sample("v32_mixed", real, [(33, 150)], "mixed"),
             sample("rate_decode", small, [(1, 2), (1, 3), (8, 60), (5, 300)], "decode", rate=4),
