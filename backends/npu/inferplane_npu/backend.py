@@ -31,7 +31,7 @@ from inferplane.plugin import (
     Probe,
     minor_of,
 )
-from inferplane_npu.chips import SERIES, arch_of, features_of
+from inferplane_npu.chips import OPERATORS, SERIES, arch_of, features_of
 from inferplane_npu.graphs import UpdatableGraph
 from inferplane_npu.kernels import kernels
 from inferplane_npu.layouts import layouts
@@ -126,12 +126,17 @@ class NpuBackend(Accelerator):
 
 
 def features_here(arch: str) -> Features:
-    """Features of a series on this machine: ATB's operators also need NNAL's library."""
-    found = features_of(arch)
-    if not found or _on_loader_path(ATB_LIBRARY):
-        return found
-    why = f"{ATB_LIBRARY} of NNAL is not on the loader's path; source its set_env.sh"
-    return Features({**found, "atb": Feature(False, why)})
+    """Features of a series on this machine: of operators, those that the installed torch_npu has; ATB's also need
+    NNAL's library.
+    """
+    found = dict(features_of(arch))
+    for name, operators in OPERATORS.items():
+        missing = [operator for operator in operators if not hasattr(torch.ops.npu, operator)]
+        if missing and name in found and found[name].present:
+            found[name] = Feature(False, f"the installed {DISTRIBUTION} has no {' and no '.join(missing)}")
+    if found and not _on_loader_path(ATB_LIBRARY):
+        found["atb"] = Feature(False, f"{ATB_LIBRARY} of NNAL is not on the loader's path; source its set_env.sh")
+    return Features(found)
 
 
 def _misfit(version: str | None, versions: dict[str, str]) -> tuple[str, str] | None:

@@ -24,6 +24,7 @@ _NO_RECURRENT = "the page of npu_recurrent_gated_delta_rule lists Atlas A2 and A
 _NO_CONVOLUTION = "the page of npu_fused_causal_conv1d lists the 950 only"
 _NO_FLOAT32_WEIGHTS = "page of npu_lightning_indexer: no weights in float32 on the 950"
 _NO_INT8_ROTATION = "page of npu_rotate_quant: no int8 on the 950"
+_950_ALONE = "the pages of npu_mhc_pre, npu_mhc_sinkhorn and npu_mhc_post list the 950 only"
 _ATTENTION = "fused attention reads K and V in ND there (page of npu_fused_infer_attention_score)"
 
 _A2_A3 = {
@@ -43,6 +44,7 @@ _A2_A3 = {
     "float32-index-weights": Feature(True, _LISTED),
     "rotate-quant-int8": Feature(True, _LISTED),
     "mla-prolog": Feature(True, _LISTED),
+    "hyper-connections": Feature(False, _950_ALONE),
     "nz-cache": Feature(False, _ATTENTION),
     "nz-plain-weights": Feature(
         False, "ND is the default for plain weights; NZ is for quantized ones (vllm-ascend utils.py)"
@@ -69,6 +71,7 @@ SERIES: dict[str, dict[str, Feature]] = {
         "float32-index-weights": Feature(False, _NOT_310P_950),
         "rotate-quant-int8": Feature(False, _NOT_310P_950),
         "mla-prolog": Feature(False, _NOT_310P_950),
+        "hyper-connections": Feature(False, _950_ALONE),
         "nz-cache": Feature(True, _ATTENTION_310P),
         "nz-plain-weights": Feature(True, "weights are in NZ there (vllm-ascend hardware_profile.py, FORCE_NZ)"),
     },
@@ -92,6 +95,7 @@ SERIES: dict[str, dict[str, Feature]] = {
         "float32-index-weights": Feature(False, _NO_FLOAT32_WEIGHTS),
         "rotate-quant-int8": Feature(False, _NO_INT8_ROTATION),
         "mla-prolog": Feature(True, _LISTED),
+        "hyper-connections": Feature(True, _LISTED),
         "nz-cache": Feature(False, _ATTENTION),
         "nz-plain-weights": Feature(
             False, "a tensor in NZ can neither be viewed nor sliced there (page of npu_format_cast)"
@@ -102,14 +106,25 @@ SERIES: dict[str, dict[str, Feature]] = {
 
 "fused-infer": the fused operators of inference (attention with a paged cache, cache writes, gating, dynamic
 quantization). "rotary-ragged": npu_rotary_mul takes `[T, H, D]`, both pairings and any even width
-below 896. "sinks": npu_fused_infer_attention_score_v2 with sinks. "clipped-swiglu", "causal-conv1d": the operators of
-these names. "recurrent-delta-rule": npu_recurrent_gated_delta_rule. "chunked-delta-rule-float32":
-npu_chunk_gated_delta_rule with states in float32. "sparse-attention": npu_lightning_indexer and
-npu_sparse_flash_attention, "float32-index-weights": the former with weights in float32; "sparse-attention-int8":
-npu_quant_lightning_indexer and npu_kv_quant_sparse_flash_attention; "rotate-quant-int8": npu_rotate_quant into int8;
-"mla-prolog": npu_mla_prolog_v3. "atb": ATB's operators, which need NNAL. "nz-cache": attention reads
-an NZ cache. "nz-plain-weights": plain weights are kept in NZ.
+below 896. "chunked-delta-rule-float32": with states in float32; "float32-index-weights": with weights in float32;
+"rotate-quant-int8": into int8. `OPERATORS` names what these and others call. "atb": ATB's operators, which need
+NNAL. "nz-cache": attention reads an NZ cache. "nz-plain-weights": plain weights are kept in NZ.
 """
+
+OPERATORS: dict[str, tuple[str, ...]] = {
+    "sinks": ("npu_fused_infer_attention_score_v2",),
+    "clipped-swiglu": ("npu_clipped_swiglu",),
+    "recurrent-delta-rule": ("npu_recurrent_gated_delta_rule", "npu_chunk_gated_delta_rule"),
+    "chunked-delta-rule-float32": ("npu_chunk_gated_delta_rule",),
+    "causal-conv1d": ("npu_fused_causal_conv1d", "npu_fused_causal_conv1d_v2"),
+    "sparse-attention": ("npu_lightning_indexer", "npu_sparse_flash_attention"),
+    "sparse-attention-int8": ("npu_quant_lightning_indexer", "npu_kv_quant_sparse_flash_attention"),
+    "float32-index-weights": ("npu_lightning_indexer",),
+    "rotate-quant-int8": ("npu_rotate_quant",),
+    "mla-prolog": ("npu_mla_prolog_v3",),
+    "hyper-connections": ("npu_mhc_pre", "npu_mhc_sinkhorn", "npu_mhc_post"),
+}
+"""Feature -> the operators of torch_npu that it stands for, which older releases lack."""
 
 
 def features_of(arch: str) -> Features:

@@ -10,9 +10,11 @@ import torch
 from inferplane.binding import PlanSettings, bind, explain
 from inferplane.conformance.configs import TINY, model
 from inferplane.kernels import probes
-from inferplane.plugin import DeviceError, KVRequest, Presence
+from inferplane.plugin import DeviceError, Feature, Features, KVRequest, Presence
 from inferplane_npu import backend, plugin
-from inferplane_npu.backend import NpuBackend, arch_of, features_of
+from inferplane_npu.backend import OPERATORS, NpuBackend, arch_of, features_of
+from tests.vendors.configs import FAMILIES
+from tests.vendors.configs import model as build_model
 from tests.vendors.probes import OutsideDeviceTests, forget_packages, install
 
 REAL_RUNTIME = NpuBackend.runtime
@@ -243,3 +245,33 @@ def test_atb_needs_nnal(npus, machine):
     assert "libatb.so of NNAL" in found["atb"].reason
     (machine / "lib/libatb.so").touch()
     assert NpuBackend().open().features["atb"].present
+
+
+def test_operators_that_an_older_torch_npu_lacks(npus, monkeypatch):
+    """What is installed goes before what the series can do; the operators of no feature count as they are."""
+    names = {name for names in OPERATORS.values() for name in names} - {"npu_rotate_quant", "npu_mhc_pre"}
+    monkeypatch.setattr(torch.ops, "npu", SimpleNamespace(**dict.fromkeys(names)))
+    found = NpuBackend().open().features
+    assert found["sparse-attention"].present and found["mla-prolog"].present
+    assert found["rotate-quant-int8"] == Feature(False, "the installed torch-npu has no npu_rotate_quant")
+    assert found["hyper-connections"].reason == features_of("910b")["hyper-connections"].reason, (
+        "the series' own reason"
+    )
+    monkeypatch.setattr(torch.ops, "npu", SimpleNamespace())
+    found = NpuBackend().open().features
+    assert "no npu_lightning_indexer and no npu_sparse_flash_attention" in found["sparse-attention"].reason
+    assert not any(found[name].present for name in OPERATORS)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_sparse_attention_without_its_operators_is_composed(family):
+    backend, config = NpuBackend(), FAMILIES[family]
+    older = {**backend.features("910b"), "sparse-attention": Feature(False, "the installed torch-npu is older")}
+    for features, provider in ((backend.features("910b"), "torch_npu"), (Features(older), "torch_sdpa")):
+        settings = PlanSettings("npu", torch.bfloat16, "910b", features, assumed=True)
+        layouts = lambda r: [x for x in backend.kv_layouts(r, torch.bfloat16) if x.kv_dtype == "auto"]  # noqa: E731
+        plan = bind(build_model(config), backend.kernels(), settings, layouts, strict=True)
+        sites = [s for s in explain(plan)["sites"] if s["op"] == "sparse_mla_absorbed"]
+        assert {s["chosen"]["kernel"] for s in sites} == {f"{provider}:sparse_mla_absorbed"}
+        said = [r["reason"] for s in sites for r in s["rejected"]]
+        assert any("the installed torch-npu is older" in reason for reason in said) == (provider == "torch_sdpa")

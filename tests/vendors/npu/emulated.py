@@ -15,6 +15,7 @@ from tests.vendors.npu import (
     emulate_attention,
     emulate_basic,
     emulate_cache,
+    emulate_hyper,
     emulate_moe,
     emulate_quant,
     emulate_recurrent,
@@ -24,7 +25,7 @@ from tests.vendors.npu import (
 INFERPLANE_API = (1, 0)
 PARTS = (
     *(emulate_basic, emulate_attention, emulate_atb, emulate_cache, emulate_moe, emulate_quant, emulate_recurrent),
-    emulate_sparse,
+    *(emulate_hyper, emulate_sparse),
 )
 EMULATOR = emulator(Path(__file__).parent, *PARTS)
 

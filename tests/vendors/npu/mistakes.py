@@ -5,7 +5,18 @@ from __future__ import annotations
 import torch
 
 from inferplane_npu import graphs, kvcache
-from inferplane_npu.kernels import attention, attention_int8, basic, mla, moe, quant, recurrent
+from inferplane_npu.kernels import (
+    attention,
+    attention_int8,
+    basic,
+    hyper,
+    mla,
+    moe,
+    quant,
+    recurrent,
+    sparse,
+    sparse_blocks,
+)
 from inferplane_npu.kvcache import NpuKV
 from tests.vendors.mistakes import Mistake, at, by, swap, with_
 from tests.vendors.npu import chip
@@ -73,11 +84,19 @@ def plain_entries(real, x):
     return x, real(x)[1]
 
 
+def transpose_columns(weight):
+    return weight.t().contiguous()
+
+
 RAGGED, BY_SEQUENCE = "torch_npu:attention_ragged", "torch_npu:attention_by_sequence"
 INT8, W8A8 = "torch_npu:attention_int8", "torch_npu:moe_experts_w8a8"
 ATTENTION, GRAPHS, CACHE = (attention, "npu"), (graphs, "npu"), (kvcache, "npu")
 ROWS, LATENT, EXPERTS, PRODUCTS = (basic, "npu"), (mla, "npu"), (moe, "npu"), (quant, "npu")
 RECURRENCES, INT8_CACHE = (recurrent, "npu"), (attention_int8, "npu")
+CHOSEN, BLOCKS, HYPER = (sparse, "npu"), (sparse_blocks, "npu"), (hyper, "npu")
+INDEXER, QUANT_INDEXER, PROLOGUE = "npu_lightning_indexer", "npu_quant_lightning_indexer", "npu_mla_prolog_v3"
+SPARSE, SPARSE_INT8 = "npu_sparse_flash_attention", "npu_kv_quant_sparse_flash_attention"
+INDEX_SELECT, INDEXER_INT8 = "torch_npu:index_select", "torch_npu:lightning_indexer_rotated_int8"
 MISTAKES = {
     "910b": [
         Mistake("the default cache mode, which is NZ", ATTENTION, SCATTER, with_(cache_mode=None),
@@ -159,6 +178,40 @@ MISTAKES = {
         Mistake("what remains of a state, not its logarithm", RECURRENCES, TOKENS, by(g=lambda g: g.exp()),
                 "torch_npu:gated_delta_rule_bf16", "d128_decode", ""),
         Mistake("gate and up exchanged", ROWS, "npu_swiglu", swap_halves, "torch_npu:silu_mul", "t3_i64", ""),
+        Mistake("query lengths of the indexer not cumulative", CHOSEN, INDEXER,
+                by(actual_seq_lengths_query=lambda n: n.diff(prepend=n[:1] * 0)), INDEX_SELECT, "v32_decode",
+                "last length of queries"),
+        Mistake("lengths without the step's own token", CHOSEN, SPARSE, by(actual_seq_lengths_kv=lambda n: n - 1),
+                "torch_npu:sparse_mla_absorbed", "v32_heads", "positions outside"),
+        Mistake("the default number of chosen tokens", CHOSEN, INDEXER, with_(sparse_count=None), INDEX_SELECT,
+                "v32_decode", ""),
+        Mistake("weights of heads forgotten", CHOSEN, INDEXER, at(2, torch.ones_like), INDEX_SELECT, "v32_decode", ""),
+        Mistake("what an indexer found taken as it is", (sparse, "complete"), None,
+                lambda found, batch, top: found[:, 0], INDEX_SELECT, "v32_decode", ""),
+        Mistake("index keys into neighbouring slots", CHOSEN, "npu_scatter_nd_update_", at(1, lambda i: i ^ 1),
+                "torch_npu:index_key_write", "v32_decode", ""),
+        Mistake("the default mode of sparse attention", CHOSEN, SPARSE, with_(attention_mode=None),
+                "torch_npu:sparse_mla_absorbed", "v32_dims", "attention_mode is 2"),
+        Mistake("rotated parts of chosen keys in another order", (sparse, "even_first"), None, lambda x: x,
+                "torch_npu:sparse_mla_absorbed", "v32_dims", "error"),
+        Mistake("padding before chosen tokens", CHOSEN, SPARSE, at(3, lambda i: i.flip(-1).contiguous()),
+                "torch_npu:sparse_mla_absorbed", "v32_heads", "stands behind what is"),
+        Mistake("tiles of half the size", CHOSEN, SPARSE_INT8, with_(tile_size=64),
+                "torch_npu:sparse_mla_absorbed_int8", "v32_dims", "tiles of 128"),
+        Mistake("a mode of scales for keys alone", CHOSEN, SPARSE_INT8, at(6, lambda mode: 0),
+                "torch_npu:sparse_mla_absorbed_int8", "v32_dims", "modes 2, 2 and 1"),
+        Mistake("factors of heads in float32", BLOCKS, QUANT_INDEXER, at(2, torch.Tensor.float), INDEXER_INT8,
+                "v32_spread", "weights are float16"),
+        Mistake("scales of index keys in float32", BLOCKS, QUANT_INDEXER, at(4, torch.Tensor.float), INDEXER_INT8,
+                "v32_spread", "keys are float16"),
+        Mistake("rotation by no matrix of the width", BLOCKS, "npu_rotate_quant", at(1, lambda m: m[:64]),
+                INDEXER_INT8, "v32_spread", "rotation has shape"),
+        Mistake("a prologue's weights turned", BLOCKS, PROLOGUE, at(1, transpose_columns),
+                "torch_npu:sparse_mla_block_128", "v32_rank", "must have the NZ format"),
+        Mistake("a prologue's cosines and sines exchanged", BLOCKS, PROLOGUE, swap(7, 8),
+                "torch_npu:sparse_mla_block_128", "v32_rank", ""),
+        Mistake("no normed query requested", BLOCKS, PROLOGUE, with_(query_norm_flag=False),
+                "torch_npu:sparse_mla_block_128", "v32_rank", "is not emulated"),
         Mistake("padding that reaches the operator", (NpuKV, "real"), None, lambda kv, slots: slots,
                 "torch_npu:kv_write", "decode", "lies in [0, "),
         Mistake("rotated parts in different orders", (mla, "even_first"), None, lambda x: x, "torch_npu:mla_absorbed",
@@ -185,6 +238,14 @@ MISTAKES = {
                 at(0, lambda x: x.clone()), "torch_npu:short_conv", "c128_mixed", ""),
         Mistake("no count of the tokens before", RECURRENCES, CONVOLUTION, by(num_computed_tokens=lambda n: n * 0),
                 "torch_npu:causal_conv1d", "c128_mixed", ""),
+        Mistake("weights of heads in float32", CHOSEN, INDEXER, at(2, torch.Tensor.float),
+                "torch_npu:index_select_half", "v32_decode", "weights in torch.float32"),
+        Mistake("streams mixed by the transposed matrix", HYPER, "npu_mhc_post", at(1, lambda mix: mix.mT),
+                "torch_npu:hyper_post", "t13", ""),
+        Mistake("scales and biases of streams exchanged", HYPER, "npu_mhc_pre", swap(2, 3),
+                "torch_npu:hyper_collapse", "t13", "alpha has 2 or 3"),
+        Mistake("one iteration alone", HYPER, "npu_mhc_sinkhorn", with_(num_iters=1), "torch_npu:hyper_pre", "t13",
+                ""),
         Mistake("no output dtype, in FP8", PRODUCTS, "npu_quant_matmul", with_(output_dtype=None),
                 "torch_npu:linear_fp8", "fp8_row_act", "not torch.int8"),
     ],

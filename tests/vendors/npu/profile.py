@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.vendors.configs import COMPOSED_ATTENTION, LATENT, OWN_ATTENTION
+from tests.vendors.configs import CHOSEN_TOKENS, COMPOSED_ATTENTION, LATENT, OWN_ATTENTION
 from tests.vendors.npu import chip
 from tests.vendors.profile import DRAFTS, Profile
 
 NO_ATB = ("mistral_window", "gemma3", *LATENT)
 """Windows and latents, for which ATB has nothing on the 310P."""
+OWN = {"910b": ("gpt_oss", *CHOSEN_TOKENS), "950": CHOSEN_TOKENS}.get(chip.ARCH, ())
+"""Families whose attention core composes elsewhere: on the 910b its own takes sinks, there and on the 950 chosen
+tokens."""
 NO_TORCH_NPU = ("cohere", "cohere2")
 """Layer norms and pairs of neighbours, for which torch-npu has nothing on the 310P."""
-COMPOSED = tuple(family for family in COMPOSED_ATTENTION if family != "gpt_oss")
-"""Families whose attention core composes on the 910b, whose own takes sinks."""
 
 
 class Npu(Profile):
@@ -22,8 +23,8 @@ class Npu(Profile):
     device = "npu"
     sources = "backends/npu/inferplane_npu"
     dtype = chip.DTYPE
-    composed_attention = COMPOSED if chip.ARCH == "910b" else COMPOSED_ATTENTION
-    engine_families = (*OWN_ATTENTION, "gpt_oss") if chip.ARCH == "910b" else OWN_ATTENTION
+    composed_attention = tuple(family for family in COMPOSED_ATTENTION if family not in OWN)
+    engine_families = (*OWN_ATTENTION, *OWN)
     speculative = {"plain": None, "drafts": DRAFTS}
     quantized = {
         "910b": {
@@ -37,14 +38,16 @@ class Npu(Profile):
     dense_only = ("weight_only_int8",) if chip.ARCH == "310p" else ()
 
     def models(self) -> Iterator[tuple[str, str, str]]:
-        if chip.ARCH == "950":  # the 910b's kernels, but for FP8, convolutions, and recurrences of prompts
-            return ((family, "plain", "ragged") for family in ("lfm2", "qwen3_5"))
+        if chip.ARCH == "950":  # the 910b's kernels, but for FP8, convolutions, recurrences of prompts, and indexers
+            return ((family, "plain", "ragged") for family in ("lfm2", "qwen3_5", "deepseek_v32"))
         return super().models()
 
     def attention(self, family: str) -> tuple[str, ...]:
         return ("torch_npu", "atb")
 
     def layouts(self, family: str) -> set[str]:
+        if family in CHOSEN_TOKENS:
+            return {"npu_latent_nd_128", "npu_index_nd_128"}
         plain = "npu_nz_128" if chip.ARCH == "310p" else "npu_nd_128"
         return {"npu_latent_nd_128" if family in LATENT else plain}
 

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from inferplane.kernels.composed import composed_kernels
 from inferplane.plugin import Kernel
-from inferplane_npu.kernels import attention, attention_int8, basic, mla, moe, quant, recurrent, sparse, sparse_blocks
+from inferplane_npu.kernels import (
+    attention,
+    attention_int8,
+    basic,
+    hyper,
+    mla,
+    moe,
+    quant,
+    recurrent,
+    sparse,
+    sparse_blocks,
+)
 
 
 def kernels() -> list[Kernel]:
@@ -17,6 +28,7 @@ def kernels() -> list[Kernel]:
         *mla.KERNELS,
         *sparse.KERNELS,
         *sparse_blocks.KERNELS,
+        *hyper.KERNELS,
         *moe.KERNELS,
         *recurrent.KERNELS,
         *composed_kernels(),

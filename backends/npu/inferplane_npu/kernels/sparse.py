@@ -108,7 +108,7 @@ def put_quantized(batch: Batch, kv: NpuInt8IndexKV, entries: torch.Tensor, scale
 
 
 @fused("index_select", INDEX, TOP, features=("sparse-attention", "float32-index-weights"), kv_layouts=(INDEX_ND_128,))
-def indexselect_positions(view: Any, q: torch.Tensor, w: torch.Tensor, batch: Batch, kv: NpuIndexKV) -> torch.Tensor:
+def index_select(view: Any, q: torch.Tensor, w: torch.Tensor, batch: Batch, kv: NpuIndexKV) -> torch.Tensor:
     """npu_lightning_indexer, with the heads' weights in float32."""
     return select_positions(view, q, w, batch, kv)
 
