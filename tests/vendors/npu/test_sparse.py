@@ -12,7 +12,8 @@ from inferplane.binding import run_case
 from inferplane.conformance import stepping
 from inferplane.conformance.subject import Subject
 from inferplane.engine import InferplaneWarning
-from inferplane.ops import Draw, IndexDims, IndexSelect
+from inferplane.ops import Draw, IndexDims, IndexSelect, LightningIndexer, Linear
+from inferplane.ops.op import placeholder
 from inferplane.plugins import host
 from inferplane.types.batch import make_batch
 from inferplane_npu.graphs import UpdatableGraph
@@ -40,6 +41,32 @@ def test_serves_a_cache_in_int8(family, speculative):
     assert chosen["lightning_indexer"] == INDEXERS[chip.ARCH]
     for op in ("sparse_mla_absorbed", "sparse_mla_expanded"):
         assert chosen[op] == f"torch_npu:{op}_int8"
+
+
+@pytest.mark.parametrize("scheme", ["weight_only_int8", "a8w8"])
+def test_serves_weights_and_a_cache_in_int8(scheme):
+    """The indexer's products are within its kernel, whatever the other layers' activations are."""
+    family = "deepseek_v32"
+    plan = serve("npu", chip.DTYPE, family, strict=True, kv_cache_dtype="int8", quantization=scheme)
+    found = {s["op"]: s["chosen"]["kernel"] for s in plan["sites"] if s["op"] in ("lightning_indexer", "index_select")}
+    assert found == {"lightning_indexer": INDEXERS[chip.ARCH]}
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias_refused"])
+def test_an_indexer_with_weights_in_int8(bias):
+    """Its choice is the oracle's."""
+    subject = Subject.of(host(), "npu", str(chip.DTYPE).removeprefix("torch."))
+    subject.open()
+    (kernel,) = [k for k in subject.kernels if k.name == INDEXERS[chip.ARCH]]
+    (sample,) = [s for s in LightningIndexer.samples() if s.label == "v32_spread"]
+
+    def product(like):
+        return Linear(placeholder(*like.weight.shape, format="int8_row"), placeholder(128) if bias else None)
+
+    quantized = replace(sample.op, wq_b=product(sample.op.wq_b), wk=product(sample.op.wk))
+    outcome = run_case(kernel, replace(sample, op=quantized), subject.bench(chip.DTYPE), seed=3)
+    assert outcome.served != bias
+    assert bias or outcome.passed, outcome.detail
 
 
 def test_dense_latents_in_int8_stay_in_cores_layout():

@@ -86,6 +86,11 @@ def _int8(q: QTensor) -> Packed:
     return _pack(q, q.data.transpose(-1, -2))
 
 
+def _int8_or_plain(weight: Any) -> Any:
+    """For operators around a product that is taken with either."""
+    return _int8(weight) if isinstance(weight, QTensor) else weight
+
+
 def _int8_nz(q: QTensor) -> Packed:
     """For W8A8 the page recommends NZ, cast without a transposition."""
     return _pack(q, npu.npu_format_cast(q.data.transpose(-1, -2).contiguous(), FRACTAL_NZ))
@@ -99,6 +104,7 @@ def _int4(q: QTensor) -> Packed:
 
 
 INT8 = Packing("torch_npu.int8", _int8)
+INT8_OR_PLAIN = Packing("torch_npu.int8_or_plain", _int8_or_plain)
 INT8_NZ = Packing("torch_npu.int8_nz", _int8_nz)
 INT4 = Packing("torch_npu.int4pack", _int4, dense=True)
 FP8 = Packing("torch_npu.fp8", lambda q: _pack(q, q.data.transpose(-1, -2).contiguous()))
@@ -129,7 +135,8 @@ FITS = ("at most 65535 rows and columns", _has_supported_size)
 NEEDS = (PLAIN_ACTIVATIONS, FITS)
 
 
-def _multiply(view: Any, x: torch.Tensor) -> torch.Tensor:
+def multiply_quantized(view: Any, x: torch.Tensor) -> torch.Tensor:
+    """`x` times the packed weight of a view with `weight` and `bias`, which is expanded within the product."""
     w: Packed = view.weight
     # bfloat16 wants its bias in float32, float16 in float16.
     bias = None if view.bias is None else view.bias.to(torch.float32 if x.dtype is torch.bfloat16 else x.dtype)
@@ -141,7 +148,7 @@ def _multiply(view: Any, x: torch.Tensor) -> torch.Tensor:
 @fused("linear", *NEEDS, features=(), formats=("int8_row",), packs={"weight": INT8})
 def linear_w8a16(view: Any, x: torch.Tensor) -> torch.Tensor:
     """Weights in int8, expanded within the product."""
-    return _multiply(view, x)
+    return multiply_quantized(view, x)
 
 
 @fused(
@@ -153,11 +160,11 @@ def linear_w8a16(view: Any, x: torch.Tensor) -> torch.Tensor:
 )
 def linear_w4a16(view: Any, x: torch.Tensor) -> torch.Tensor:
     """Weights in int4, eight to an int32, expanded within the product."""
-    return _multiply(view, x)
+    return multiply_quantized(view, x)
 
 
 def _multiply_parts(view: Any, x: torch.Tensor) -> torch.Tensor:
-    return torch.cat([_multiply(SimpleNamespace(weight=part, bias=None), x) for part in view.weight], -1)
+    return torch.cat([multiply_quantized(SimpleNamespace(weight=part, bias=None), x) for part in view.weight], -1)
 
 
 def _has_supported_width(op: Any) -> bool:

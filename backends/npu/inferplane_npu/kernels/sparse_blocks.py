@@ -4,6 +4,9 @@ The vendor's indexer over int8 keys wants int8 queries too, and one factor a hea
 query's scale. The factors of a token are divided by the largest of them, which changes no choice, so that none leaves
 the range of float16; the scales that the operator multiplies them with are 1.
 
+An indexer's products may have weights in int8, which are expanded within them also where activations in int8 are
+requested: that is the more precise.
+
 Source: pages of npu_quant_lightning_indexer, npu_rotate_quant and npu_mla_prolog_v3 in Ascend/op-plugin at 517f2e7d;
 vllm-ascend at 182b75ea, sfa_v1.py, which rotates queries and keys by the same matrix before it quantizes them.
 """
@@ -19,9 +22,10 @@ import torch
 import torch.nn.functional as F
 
 from inferplane.kernels.fused.needs import PLAIN_KV_B, declare_fused, is_plain_linear
-from inferplane.plugin import Batch, Context, IndexedCache, Kernels, PackedStorage, Packing
+from inferplane.plugin import PLAIN, Batch, Context, IndexedCache, Kernels, PackedStorage, Packing
 from inferplane_npu.kernels.basic import ROPE_HALF, cos_sin
 from inferplane_npu.kernels.mla import ABSORBED
+from inferplane_npu.kernels.quant import INT8_OR_PLAIN, multiply_quantized
 from inferplane_npu.kernels.sparse import (
     INDEX,
     TOP,
@@ -54,6 +58,7 @@ def _is_plain_indexer(op: Any) -> bool:
     return (
         all(is_plain_linear(product) and product.bias is None for product in (op.wq_b, op.wk))
         and weights.activation_quant is None
+        and weights.weight.format == PLAIN
         and weights.bias is None
         and op.k_norm.offset == 0
         and op.k_norm.weight.dtype is None
@@ -64,6 +69,11 @@ def _has_whole_rotation(op: Any) -> bool:
     return op.spread is not None and op.spread.block == INDEX_DIM
 
 
+INT8_PRODUCTS: dict[str, Any] = {
+    "formats": (PLAIN, "int8_row"),
+    "packs": dict.fromkeys(("wq_b.weight", "wk.weight"), INT8_OR_PLAIN),
+}
+"""Options of indexers whose products may have weights in int8."""
 PLAIN_INDEXER = ("plain products without biases", _is_plain_indexer)
 FEW = ("at most 2048 chosen tokens", lambda op: 1 <= op.dims.top <= 2048)
 ROTATED = ("keys rotated as a whole", _has_whole_rotation)
@@ -98,6 +108,7 @@ def _quantize(view: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     ROTATED,
     features=("sparse-attention-int8", "rotate-quant-int8"),
     kv_layouts=(INDEX_INT8_128,),
+    **INT8_PRODUCTS,
 )
 def lightning_indexer_rotated_int8(
     view: Any, x: torch.Tensor, c: torch.Tensor, batch: Batch, kv: NpuInt8IndexKV
@@ -115,6 +126,7 @@ def lightning_indexer_rotated_int8(
     features=("sparse-attention-int8",),
     kv_layouts=(INDEX_INT8_128,),
     rank=RANK_ALTERNATIVE,
+    **INT8_PRODUCTS,
 )
 def lightning_indexer_int8(
     view: Any, x: torch.Tensor, c: torch.Tensor, batch: Batch, kv: NpuInt8IndexKV
@@ -152,8 +164,8 @@ def _choose_int8(
 def _project(view: Any, x: torch.Tensor, c: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotated queries `[T, J, 128]` and keys `[T, 128]` of an indexer, from its block's input and low-rank query."""
     d, norm = view.dims, view.k_norm
-    q = F.linear(c, view.wq_b.weight).view(-1, d.heads, d.dim)
-    k = F.layer_norm(F.linear(x, view.wk.weight), (d.dim,), norm.weight, norm.bias, norm.eps)
+    q = _multiply(view.wq_b, c).view(-1, d.heads, d.dim)
+    k = F.layer_norm(_multiply(view.wk, x), (d.dim,), norm.weight, norm.bias, norm.eps)
     rope = getattr(view.rope, "rope", view.rope)  # within a partial rotation
     cos, sin = batch.once(f"inferplane_npu.index_rope.{rope.table.data_ptr()}", _rope_rows, rope, batch, x.dtype)
     both = torch.cat((q, k[:, None]), 1)
@@ -161,6 +173,11 @@ def _project(view: Any, x: torch.Tensor, c: torch.Tensor, batch: Batch) -> tuple
     mode = "interleave" if rope.interleaved else "half"
     both = torch.cat((npu.npu_rotary_mul(rotated.contiguous(), cos, sin, mode), rest), -1)
     return both[:, :-1].contiguous(), both[:, -1].contiguous()
+
+
+def _multiply(product: Any, x: torch.Tensor) -> torch.Tensor:
+    is_plain = isinstance(product.weight, torch.Tensor)
+    return F.linear(x, product.weight) if is_plain else multiply_quantized(product, x)
 
 
 def _rope_rows(rope: Any, batch: Batch, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
