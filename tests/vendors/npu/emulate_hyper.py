@@ -18,8 +18,8 @@ STREAMS = (4, 6, 8)
 
 @emulates("npu::npu_mhc_pre")
 def mhc_pre(x, phi, alpha, bias, gamma, norm_eps, hc_eps, out_flag, inner_precise):
-    """Of tokens [T, n, D]: their sum by pre's factors, post's factors, and the logits of a mixing matrix, which there
-    is if alpha has three entries."""
+    """Of tokens [T, n, D]: their sum by pre's factors, post's factors, and the logits of a mixing matrix, or one zero if
+    alpha has two entries."""
     chip.runs_on("npu_mhc_pre", "950")
     chip.unused(gamma=gamma, out_flag=out_flag, inner_precise=inner_precise)
     chip.dtype("x", x, *chip.HALF)
@@ -39,9 +39,9 @@ def mhc_pre(x, phi, alpha, bias, gamma, norm_eps, hc_eps, out_flag, inner_precis
     mix = torch.einsum("tnd,rnd->tr", streams, phi.double().view(rows, n, width)) / rms[:, None]
     pre = torch.sigmoid(alpha[0] * mix[:, :n] + bias[:n]) + hc_eps
     post = 2 * torch.sigmoid(alpha[1] * mix[:, n : 2 * n] + bias[n : 2 * n])
-    logits = alpha[2] * mix[:, 2 * n :] + bias[2 * n :] if mixes else mix.new_zeros(tokens, n * n)
+    logits = (alpha[2] * mix[:, 2 * n :] + bias[2 * n :]).view(tokens, n, n) if mixes else torch.zeros(1)
     collapsed = torch.einsum("tn,tnd->td", pre, streams).to(x.dtype)
-    return collapsed, post.float(), logits.float().view(tokens, n, n), make_open(), make_open(), make_open()
+    return collapsed, post.float(), logits.float(), make_open(), make_open(), make_open()
 
 
 @emulates("npu::npu_mhc_sinkhorn")

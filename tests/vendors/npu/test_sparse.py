@@ -52,7 +52,7 @@ def test_serves_weights_and_a_cache_in_int8(scheme):
     assert found == {"lightning_indexer": INDEXERS[chip.ARCH]}
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias_refused"])
+@pytest.mark.parametrize("bias", [False, True], ids=["served", "with_biases_refused"])
 def test_an_indexer_with_weights_in_int8(bias):
     """Its choice is the oracle's."""
     subject = Subject.of(host(), "npu", str(chip.DTYPE).removeprefix("torch."))

@@ -263,7 +263,7 @@ def _declare_block(nope: int, value: int) -> Callable[[Callable[..., Any]], Call
         ("latents of 512 + 64, and a hidden size and a rank of queries that the prologue knows", _has_prologue_sizes),
         ("no indexer, or a plain one over unrotated keys of 128", _has_known_indexer),
         dtypes=(torch.bfloat16,),
-        features=("sparse-attention", "mla-prolog"),
+        features=("bf16", "sparse-attention", "mla-prolog"),
         kv_layouts=(LATENT_ND_128, INDEX_ND_128),
         packs={
             **dict.fromkeys(("q_a.weight", "q_b.weight", "kv_a.weight"), NZ_COLUMNS),
