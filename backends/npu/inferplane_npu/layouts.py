@@ -82,7 +82,7 @@ def layouts(request: KVRequest) -> tuple[KVLayout, ...]:
     int8 = paged_layout(BLOCK_TOKENS, "int8")
     if request.kind == "mla" and request.dim == LATENT + ROTARY:
         return PLAIN[LATENT_ND_128], PLAIN[LATENT_NZ_128], int8, LATENT_TILES
-    if request.kind == "index_keys" and request.dim == INDEX_DIM:
+    if request == KVRequest("index_keys", 1, INDEX_DIM, rope=request.rope):
         return PLAIN[INDEX_ND_128], int8, INDEX_INT8
     if request.kind != "gqa":
         return paged_layout(BLOCK_TOKENS), int8

@@ -18,8 +18,8 @@ STREAMS = (4, 6, 8)
 
 @emulates("npu::npu_mhc_pre")
 def mhc_pre(x, phi, alpha, bias, gamma, norm_eps, hc_eps, out_flag, inner_precise):
-    """Of tokens [T, n, D]: their sum by pre's factors, post's factors, and the logits of a mixing matrix, or one zero if
-    alpha has two entries."""
+    """Of tokens [T, n, D]: their sum by pre's factors, post's factors, and the logits of a mixing matrix, or one zero
+    where alpha has two entries."""
     chip.runs_on("npu_mhc_pre", "950")
     chip.unused(gamma=gamma, out_flag=out_flag, inner_precise=inner_precise)
     chip.dtype("x", x, *chip.HALF)
