@@ -22,7 +22,7 @@ _A2_A3_LISTED = "its page lists Atlas A2 and A3, and neither lists nor denies th
 _BF16_STATES = "page of npu_chunk_gated_delta_rule: states in float32 on the 950 alone"
 _NO_RECURRENT = "the page of npu_recurrent_gated_delta_rule lists Atlas A2 and A3 only"
 _NO_CONVOLUTION = "the page of npu_fused_causal_conv1d lists the 950 only"
-_NO_FLOAT32_WEIGHTS = "page of npu_lightning_indexer: no weights in float32 on the 950"
+_HALF_INDEX_WEIGHTS = "page of npu_lightning_indexer: no weights in float32 on the 950"
 _NO_INT8_ROTATION = "page of npu_rotate_quant: no int8 on the 950"
 _950_ALONE = "the pages of npu_mhc_pre, npu_mhc_sinkhorn and npu_mhc_post list the 950 only"
 _ATTENTION = "fused attention reads K and V in ND there (page of npu_fused_infer_attention_score)"
@@ -92,7 +92,7 @@ SERIES: dict[str, dict[str, Feature]] = {
         "causal-conv1d": Feature(True, _LISTED),
         "sparse-attention": Feature(True, _LISTED),
         "sparse-attention-int8": Feature(True, _LISTED),
-        "float32-index-weights": Feature(False, _NO_FLOAT32_WEIGHTS),
+        "float32-index-weights": Feature(False, _HALF_INDEX_WEIGHTS),
         "rotate-quant-int8": Feature(False, _NO_INT8_ROTATION),
         "mla-prolog": Feature(True, _LISTED),
         "hyper-connections": Feature(True, _LISTED),

@@ -31,12 +31,12 @@ from inferplane_npu.sparse_caches import (
     NpuIndexKV,
     NpuInt8IndexKV,
     NpuTiledLatentKV,
-    tiled_row_bytes,
+    count_row_bytes,
 )
 
 HALF_STEP = 0.5 / INT8_LARGEST
 """Error of an entry in int8, relative to the largest one with its scale."""
-FLOAT16_STEP = 2.0**-11
+HALF_SCALE_STEP = 2.0**-11
 """Error of a scale in float16, relative to itself."""
 
 
@@ -67,9 +67,9 @@ PLAIN = {name: _layout(name, NpuKV, _count_plain_bytes) for name in (ND_128, NZ_
 }
 KV_INT8 = _layout(ND_128_INT8, NpuInt8KV, partial(_count_int8_bytes, scales=2, scale_bytes=4), HALF_STEP)
 INDEX_INT8 = _layout(
-    INDEX_INT8_128, NpuInt8IndexKV, partial(_count_int8_bytes, scales=1, scale_bytes=2), HALF_STEP + FLOAT16_STEP
+    INDEX_INT8_128, NpuInt8IndexKV, partial(_count_int8_bytes, scales=1, scale_bytes=2), HALF_STEP + HALF_SCALE_STEP
 )
-LATENT_TILES = _layout(LATENT_TILES_128, NpuTiledLatentKV, lambda request, dtype: tiled_row_bytes(dtype), HALF_STEP)
+LATENT_TILES = _layout(LATENT_TILES_128, NpuTiledLatentKV, lambda request, dtype: count_row_bytes(dtype), HALF_STEP)
 
 
 def layouts(request: KVRequest) -> tuple[KVLayout, ...]:

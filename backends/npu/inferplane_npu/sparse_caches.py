@@ -34,7 +34,7 @@ INDEX_ND_128, INDEX_INT8_128, LATENT_TILES_128 = (
 )
 
 
-def tiled_row_bytes(dtype: torch.dtype) -> int:
+def count_row_bytes(dtype: torch.dtype) -> int:
     """Bytes of a row of `npu_latent_tiles_128_int8`: 656 where the rotated key has 16 bits an entry."""
     return LATENT + ROTARY * dtype.itemsize + TILES * torch.float32.itemsize
 
@@ -121,7 +121,7 @@ class NpuTiledLatentKV(SpareBlockKV):
 
     def __init__(self, request: KVRequest, blocks: int, layout: str, dtype: torch.dtype, device: torch.device) -> None:
         self.request, self.blocks, self.layout, self.dtype = request, blocks, layout, dtype
-        shape = (blocks + 1, BLOCK_TOKENS, 1, tiled_row_bytes(dtype))
+        shape = (blocks + 1, BLOCK_TOKENS, 1, count_row_bytes(dtype))
         self.rows = torch.zeros(shape, dtype=torch.int8, device=device)
 
     def write(self, slots: torch.Tensor, *values: torch.Tensor) -> None:

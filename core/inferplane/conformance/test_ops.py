@@ -59,7 +59,7 @@ def layout_names(subject: Subject, op: Op, dtype: torch.dtype) -> list[str | Non
     return shared if len({names[0] for names in available}) == 1 else [*shared, None]
 
 
-def accepted_layout(kernel: Kernel, available: Sequence[KVLayout], name: str | None) -> KVLayout:
+def find_accepted_layout(kernel: Kernel, available: Sequence[KVLayout], name: str | None) -> KVLayout:
     """The layout of a cache by one of `layout_names`."""
     named = [layout for layout in available if name in (None, layout.name)]
     return next((layout for layout in named if layout.name in kernel.when.kv_layouts), named[0])
@@ -105,7 +105,7 @@ def test_some_sample_is_served(kernel, device, measured):
         for dtype in DTYPES.values():
             for layout in layout_names(device, sample.op, dtype):
                 available = device.bench(dtype).layouts
-                layouts = {r: accepted_layout(kernel, available(r), layout) for r in sample.op.kv_requests()}
+                layouts = {r: find_accepted_layout(kernel, available(r), layout) for r in sample.op.kv_requests()}
                 ctx = Context(dtype, sample.step_kind, layouts, device.features)
                 refusals = kernel.refusals(sample.op, ctx, sample.op.formats())
                 if not refusals:

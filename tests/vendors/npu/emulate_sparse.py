@@ -287,8 +287,8 @@ def mla_prolog_v3(
     kv_cache, kr_cache, cache_index, rmsnorm_epsilon_cq, rmsnorm_epsilon_ckv, cache_mode, query_norm_flag, qc_qr_scale,
     kc_scale, tile_size, **others,
 ):  # fmt: skip
-    """Of tokens [T, He], without quantization: folded queries, their rotated parts with even entries first, and the
-    normed query; latents and rotated keys are written."""
+    """Of tokens [T, hidden size], without quantization: folded queries, their rotated parts with even entries first,
+    and the normed query; latents and rotated keys are written."""
     chip.runs_on("npu_mla_prolog_v3", *chip.A2_A3)
     chip.unused(**others)
     require((cache_mode, query_norm_flag) == ("PA_BSND", True), f"cache_mode {cache_mode!r} is not emulated")

@@ -143,7 +143,7 @@ def _choose_int8(
     if sees_at_most(batch, top):
         return list_first(batch, top)
     entries, scales = quantize(view, q.flatten(0, 1))
-    factors = _weigh(view, x) * scales.view(q.shape[:2])
+    factors = _weights_of(view, x) * scales.view(q.shape[:2])
     factors = factors / factors.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     found = npu.npu_quant_lightning_indexer(
         entries.view(q.shape),
@@ -188,7 +188,7 @@ def _rope_rows(rope: Any, batch: Batch, dtype: torch.dtype) -> tuple[torch.Tenso
     return cos, sin
 
 
-def _weigh(view: Any, x: torch.Tensor) -> torch.Tensor:
+def _weights_of(view: Any, x: torch.Tensor) -> torch.Tensor:
     """Weights of the heads, float32 `[T, J]`."""
     weight = view.weights_proj.weight
     return F.linear(x.to(weight.dtype), weight).float() * view.dims.scale
@@ -200,7 +200,7 @@ def _choose(
     """The op `lightning_indexer` over keys in the plan's dtype."""
     q, k = _project(view, x, c, batch)
     put(kv.keys, kv.real(batch.slots), k)
-    return select_positions(view, q, _weigh(view, x).to(weights_dtype), batch, kv)
+    return select_positions(view, q, _weights_of(view, x).to(weights_dtype), batch, kv)
 
 
 HIDDEN_SIZES = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 7680, 8192)
