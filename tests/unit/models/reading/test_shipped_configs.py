@@ -15,6 +15,7 @@ from inferplane.models.reading.shipped_configs import FOLDER, PREFIX, list_shipp
 
 CLASSES = {
     "deepseek-v3.2": "DeepseekV32Config",
+    "deepseek-v4-flash": "DeepseekV4Config",
     "glm-5": "GlmMoeDsaConfig",
     "hunyuan-3": "HYV3Config",
     "kimi-linear": "KimiLinearConfig",
@@ -49,7 +50,7 @@ def test_a_name_stands_for_the_config():
 
 
 def test_unknown_names_are_refused_with_the_known_ones():
-    with pytest.raises(UsageError, match=r"named 'config:glm-6'.*config:deepseek-v3\.2, config:glm-5"):
+    with pytest.raises(UsageError, match=r"named 'config:glm-6'.*config:deepseek-v3\.2, .*config:glm-5"):
         ModelFiles("config:glm-6")
 
 

@@ -52,7 +52,9 @@ def test_scores_of_all_kinds_are_taken_in_the_body_s_order():
     scores = values[torch.randint(0, 8, (280, 40), generator=torch.Generator().manual_seed(2))]
     hidden = mask_pairs(40, 40, None, scores.device)
     for rows in scores.split(40):
-        assert torch.equal(take_largest(rows, hidden, 9), choose_positions(rows.masked_fill(hidden, -math.inf), hidden, 9))
+        assert torch.equal(
+            take_largest(rows, hidden, 9), choose_positions(rows.masked_fill(hidden, -math.inf), hidden, 9)
+        )
 
 
 def test_1000_rows_choose_as_transformers():
