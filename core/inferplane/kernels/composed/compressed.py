@@ -143,23 +143,23 @@ def compress_rows(view: Any, rows: torch.Tensor, batch: Batch, kv: LayerKV) -> t
     return out
 
 
-def _turns_adjacent(op: Any) -> bool:
+def _rotates_adjacent(op: Any) -> bool:
     return bool(op.rope.rope.interleaved and not op.rope.inverse)
 
 
-ADJACENT = replace(ANY, needs=(("rotation of adjacent entries", _turns_adjacent),))
+ADJACENT = replace(ANY, extensions=("tail_rope",), needs=(("rotation of adjacent entries", _rotates_adjacent),))
 
 
 @KERNELS("compress_and_write", "torch", when=ADJACENT, needs_host_lens=True, batch_invariant=True)
 def compress_and_write(view: Any, rows: torch.Tensor, batch: Batch, cache: CompressorCache) -> None:
     """The op `compress_and_write` for the tokens that complete an entry alone; a step without any reads nothing."""
-    (kept, table), (entries, other), d = cache.rows, cache.entries, view.dims
+    (stored, table), (entries, other), d = cache.rows, cache.entries, view.dims
     spans = batch.list_spans()
     lasts = [b - n + last for _, (a, b, n) in spans for last in list_lasts(b - a, n, d.rate)]
     if not lasts:
         return
     places = torch.tensor(lasts, device=rows.device)
-    x = compress_rows(view.compress, rows, batch.for_table(table), kept)[places].float()
+    x = compress_rows(view.compress, rows, batch.for_table(table), stored)[places].float()
     x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + view.norm.eps) * view.norm.weight.float()
     x = x.to(rows.dtype)
     cos, sin = view.rope.rope.table[batch.positions[places] + 1 - d.rate].unbind(1)
