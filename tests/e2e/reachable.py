@@ -48,13 +48,25 @@ PUBLISHED: tuple[dict[str, Any], ...] = (
     {**V3, "hidden_size": 512, "moe_intermediate_size": 256, "intermediate_size": 256},
 )
 """Forms that published checkpoints have and the small families lack."""
+SIZES: tuple[dict[str, Any], ...] = (
+    {**FAMILIES["deepseek_v32"], "hidden_size": 1024, "q_lora_rank": 1536},
+    {
+        **{**FAMILIES["glm_moe_dsa"], "hidden_size": 1024, "q_lora_rank": 2048},
+        **{"qk_nope_head_dim": 192, "v_head_dim": 256},
+    },
+)
+"""Sizes that some kernels are for, in plain weights."""
+ROTATING = ("deepseek_v32", "glm_moe_dsa")
+"""Families whose index keys are rotated beside caches of 8 bits."""
 ROLES = (("dense", "experts"), ("dense", "experts", "head"), ("dense", "experts", "head", "latent"), ("experts",))
 """Which weights checkpoints and schemes quantize together."""
 
 
 def list_trees() -> Iterator[CausalLM]:
     """Models of every family: plain, on two ranks, and some with their weights in every format."""
-    for config in (*FAMILIES.values(), *TINY.values(), *PUBLISHED):
+    for name in ROTATING:
+        yield from _try_build(FAMILIES[name], rotates_index_keys=True)
+    for config in (*FAMILIES.values(), *TINY.values(), *PUBLISHED, *SIZES):
         for placement in (Placement(), Placement.shared(0, 2)):
             yield from _try_build(config, placement=placement)
     for config in (*(FAMILIES[name] for name in QUANTIZED), *PUBLISHED):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.vendors.configs import CHOSEN_TOKENS, COMPOSED_ATTENTION, LATENT, OWN_ATTENTION
+from tests.vendors.configs import COMPOSED_ATTENTION, LATENT, OWN_ATTENTION
 from tests.vendors.npu import chip
 from tests.vendors.profile import DRAFTS, Profile
 
 NO_ATB = ("mistral_window", "gemma3", *LATENT)
 """Windows and latents, for which ATB has nothing on the 310P."""
-OWN = {"910b": ("gpt_oss", *CHOSEN_TOKENS), "950": CHOSEN_TOKENS}.get(chip.ARCH, ())
+CHOSEN_LATENTS = ("deepseek_v32", "glm_moe_dsa")
+"""Families with latent attention to tokens that an indexer chose."""
+OWN = {"910b": ("gpt_oss", *CHOSEN_LATENTS), "950": CHOSEN_LATENTS}.get(chip.ARCH, ())
 """Families whose attention core composes elsewhere: on the 910b its own takes sinks, there and on the 950 chosen
-tokens."""
+latents."""
 NO_TORCH_NPU = ("cohere", "cohere2")
 """Layer norms and pairs of neighbours, for which torch-npu has nothing on the 310P."""
 
@@ -46,7 +48,7 @@ class Npu(Profile):
         return ("torch_npu", "atb")
 
     def layouts(self, family: str) -> set[str]:
-        if family in CHOSEN_TOKENS:
+        if family in CHOSEN_LATENTS:
             return {"npu_latent_nd_128", "npu_index_nd_128"}
         plain = "npu_nz_128" if chip.ARCH == "310p" else "npu_nd_128"
         return {"npu_latent_nd_128" if family in LATENT else plain}

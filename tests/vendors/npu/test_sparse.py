@@ -17,10 +17,11 @@ from inferplane.ops.op import placeholder
 from inferplane.plugins import host
 from inferplane.types.batch import make_batch
 from inferplane_npu.graphs import UpdatableGraph
-from tests.vendors.configs import CHOSEN_TOKENS, FAMILIES, model
+from tests.vendors.configs import FAMILIES, model
 from tests.vendors.engine import serve
 from tests.vendors.npu import chip
 from tests.vendors.npu.emulated import EMULATOR
+from tests.vendors.npu.profile import CHOSEN_LATENTS
 from tests.vendors.npu.test_graphs import Runtime, batches
 from tests.vendors.profile import DRAFTS, in_vendor_dtypes
 
@@ -29,7 +30,7 @@ INDEXERS = {"910b": "torch_npu:lightning_indexer_rotated_int8", "950": "torch_np
 
 
 @pytest.mark.parametrize("speculative", [None, DRAFTS], ids=["plain", "drafts"])
-@pytest.mark.parametrize("family", CHOSEN_TOKENS)
+@pytest.mark.parametrize("family", CHOSEN_LATENTS)
 def test_serves_a_cache_in_int8(family, speculative):
     """Index keys and latents in the vendor's own forms, without a hot op on torch."""
     with warnings.catch_warnings():
@@ -103,7 +104,7 @@ def test_nothing_is_scored_where_all_tokens_are_chosen():
 
 
 @pytest.mark.parametrize("tokens", [1, 3], ids=["single", "drafts"])
-@pytest.mark.parametrize("family", CHOSEN_TOKENS)
+@pytest.mark.parametrize("family", CHOSEN_LATENTS)
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_captured_steps_are_the_eager_ones(family, kv_dtype, tokens):
     """No call waits for lengths from the host. The step is captured when every sequence has few enough tokens that all
