@@ -44,6 +44,21 @@ def test_serves_a_cache_in_int8(family, speculative):
         assert chosen[op] == f"torch_npu:{op}_int8"
 
 
+@pytest.mark.parametrize(
+    ("options", "layouts"),
+    [
+        ({"index_key_dtype": "int8"}, {"npu_latent_nd_128", "npu_index_nd_128_int8"}),
+        ({"index_key_dtype": "none", "kv_cache_dtype": "int8"}, {"npu_latent_tiles_128_int8", "npu_index_nd_128"}),
+    ],
+    ids=["keys", "latents"],
+)
+def test_serves_one_of_both_in_int8(options, layouts):
+    plan = serve("npu", chip.DTYPE, "deepseek_v32", strict=True, **options)
+    assert {layout["layout"] for layout in plan["kv_layouts"]} == layouts
+    hot = {s["op"]: s["chosen"]["kernel"] for s in plan["sites"] if s["op"].startswith("sparse_mla_a")}
+    assert all(kernel.startswith("torch_npu:sparse_mla_absorbed") for kernel in hot.values()) and hot
+
+
 @pytest.mark.parametrize("scheme", ["weight_only_int8", "a8w8"])
 def test_serves_weights_and_a_cache_in_int8(scheme):
     """The indexer's products are within its kernel, whatever the other layers' activations are."""
