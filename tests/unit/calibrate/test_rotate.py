@@ -38,6 +38,7 @@ REFUSED = {
     "factors between norm and product": ["llama4", "falcon_h1"],
     "a product within a block, as wide as the hidden state": ["kimi_linear"],
     "experts that return what they read": ["longcat_flash"],
+    "several residual streams": ["deepseek_v4"],
 }
 """Families whose first config cannot be rotated, and why."""
 

@@ -19,7 +19,7 @@ import torch
 from inferplane.binding import Plan
 from inferplane.engine.runner.kv_cache import block_tokens_of
 from inferplane.engine.runner.options import RunnerOptions
-from inferplane.ops import CausalLM, Workload
+from inferplane.ops import CausalLM, StreamEmbedding, Workload
 
 PADDING = 1 / 8
 """Maximum share of a step's time that padding adds, where memory allows."""
@@ -118,7 +118,8 @@ def capture_bytes(model: CausalLM, dtype: torch.dtype, width: int) -> Callable[[
     """A function of a size that returns the bytes a capture of that size keeps: ids, positions, slots, lengths, logits,
     hidden states, and block tables of `width` blocks per sequence in all. `dtype` is that of the hidden states.
     """
-    row = 3 * 8 + 4 * model.vocab + dtype.itemsize * model.embed.weight.shape[1]
+    streams = model.embed.streams if model.returns_streams and isinstance(model.embed, StreamEmbedding) else 1
+    row = 3 * 8 + 4 * model.vocab + dtype.itemsize * model.embed.weight.shape[1] * streams
     return lambda size: size.sequences * (size.tokens * row + 4 * (width + 2))
 
 

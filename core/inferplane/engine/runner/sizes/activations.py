@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inferplane.engine.runner.planned_model import PlannedModel
-from inferplane.ops import MLAExpanded, MoE, Op
+from inferplane.ops import HashMoE, HyperCollapse, MLAExpanded, MoE, Op, StreamEmbedding
 
 
 def count_activation_bytes(model: PlannedModel, tokens: int) -> int:
@@ -17,7 +17,9 @@ def count_activation_bytes(model: PlannedModel, tokens: int) -> int:
     vocab, hidden = model.model.embed.weight.shape
     widths = [w.shape[-2] for w in model.plan.weights.values() if len(w.shape) > 1 and vocab not in w.shape]
     peak = max([2 * max(widths, default=hidden), *(_count_entries(op, hidden) for _, op in model.model.sites())])
-    return int(tokens * (4 * hidden + peak) * model.dtype.itemsize)
+    embed = model.model.embed
+    streams = embed.streams if isinstance(embed, StreamEmbedding) else 1
+    return int(tokens * (4 * hidden * streams + peak) * model.dtype.itemsize)
 
 
 def count_logit_bytes(model: PlannedModel, tokens: int) -> int:
@@ -31,7 +33,11 @@ def _count_entries(op: Op, hidden: int) -> float:
     if isinstance(op, MLAExpanded):  # queries, K and V of all tokens, and what attention returns
         dims = op.dims
         return float(dims.heads * (2 * (dims.nope + dims.rope) + 2 * dims.value))
-    if isinstance(op, MoE):  # a row of each chosen expert of this rank: what it reads, both results, what it returns
+    if isinstance(op, HyperCollapse):  # the streams in float32, and normed
+        return 4.0 * op.fn.shape[1]
+    if isinstance(
+        op, (MoE, HashMoE)
+    ):  # a row of each chosen expert of this rank: what it reads, both results, what it returns
         stack = op.experts.gate_up.shape
         here = op.route.top_k * stack[0] / op.router.weight.shape[0]
         return here * (2 * hidden + stack[-2] + stack[-2] / 2)
