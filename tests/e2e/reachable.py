@@ -50,6 +50,7 @@ PUBLISHED: tuple[dict[str, Any], ...] = (
 """Forms that published checkpoints have and the small families lack."""
 SIZES: tuple[dict[str, Any], ...] = (
     {**FAMILIES["deepseek_v32"], "hidden_size": 1024, "q_lora_rank": 1536},
+    {**FAMILIES["deepseek_v32"], "num_attention_heads": 128, "index_topk": 128},
     {
         **{**FAMILIES["glm_moe_dsa"], "hidden_size": 1024, "q_lora_rank": 2048},
         **{"qk_nope_head_dim": 192, "v_head_dim": 256},

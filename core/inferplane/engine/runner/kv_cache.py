@@ -70,9 +70,8 @@ def kv_layouts_for(
     """The layouts that the cache of one kind of layer may have: those of the device with the KV dtype and the block
     size of the options. Binding then picks one that the attention kernels read.
 
-    Index keys have a scale a token, and the dtype of `index_key_dtype`, or at least 8 bits whatever the entries beside
-    them have: which tokens are read depends on them. Entries that stand for several tokens have at least 8 bits, too;
-    rows of compressors are in the plan's dtype.
+    Index keys, by which tokens are chosen, have a scale a token and the dtype of `index_key_dtype`, or at least 8 bits.
+    So have entries that stand for several tokens; rows of compressors are in the plan's dtype.
 
     Args:
         backend: of the device; core's paged layouts if it has none of its own.
@@ -93,8 +92,7 @@ def kv_layouts_for(
     kv_dtype = options.kv_cache_dtype.removesuffix(STATIC_SUFFIX)
     kv_dtype = "auto" if request.kind in COMPRESSOR_ROWS else kv_dtype
     has_own_scales = request.kind in (INDEX_KEYS, SHARED_KV, *COMPRESSOR_ROWS)
-    if has_own_scales and kv_dtype in INT4_DTYPES:
-        kv_dtype = "int8"
+    kv_dtype = "int8" if has_own_scales and kv_dtype in INT4_DTYPES else kv_dtype
     if request.kind == INDEX_KEYS:
         kv_dtype = {"auto": kv_dtype, "none": "auto"}.get(options.index_key_dtype, options.index_key_dtype)
     fitting = [x for x in known if x.kv_dtype == kv_dtype]
