@@ -41,7 +41,7 @@ class Npu(Profile):
 
     def models(self) -> Iterator[tuple[str, str, str]]:
         if chip.ARCH == "950":  # the 910b's kernels, but for FP8, convolutions, recurrences of prompts, and indexers
-            return ((family, "plain", "ragged") for family in ("lfm2", "qwen3_5", "deepseek_v32"))
+            return ((family, "plain", "ragged") for family in ("lfm2", "qwen3_5", "deepseek_v32", "deepseek_v4"))
         return super().models()
 
     def attention(self, family: str) -> tuple[str, ...]:
