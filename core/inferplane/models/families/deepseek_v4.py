@@ -12,6 +12,7 @@ from inferplane.models.parts import (
     LAYERS,
     SharedExperts,
     SharedKVNames,
+    count_rotated,
     experts_per_token,
     hyper_layer,
     hyper_model,
@@ -123,19 +124,19 @@ def settle_rotation(config: Config) -> Config:
         CheckpointError: an entry is missing or impossible.
         UnsupportedModelError: the two kinds of layers rotate different numbers of entries.
     """
-    dim, settings = config.size("head_dim"), dict(config["rope_parameters"])
+    settings = dict(config["rope_parameters"] if config.has_rotary_kinds else config.rotary())
     whole = settings.pop("partial_rotary_factor", None)
     if config.has_rotary_kinds:
         kinds = {kind: dict(config.rotary(kind=kind)) for kind in KINDS}
-        shares = [kind.pop("partial_rotary_factor", 1.0) for kind in kinds.values()]
+        shares = [kind.pop("partial_rotary_factor", whole) for kind in kinds.values()]
         if shares[0] != shares[1]:
             config.check("rope_parameters", tuple(shares), ())
-        size = int(dim * shares[0])
+        size = count_rotated(config, shares[0])
         for kind in kinds.values():
             if kind["rope_type"] == "yarn":
                 kind["attention_factor"] = yarn_factor(kind)
     else:
-        size = config.size("qk_rope_head_dim", dim // 8) if whole is None else int(dim * whole)
+        size = count_rotated(config, whole)
         base, scaled = config.rotary()["rope_theta"], {"attention_factor": 1.0} | settings
         far = {**(scaled if settings["rope_type"] == "yarn" else settings), "rope_theta": config.number(FAR_BASE)}
         kinds = {"main": {"rope_type": "default", "rope_theta": base}, "compress": far}

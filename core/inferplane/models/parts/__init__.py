@@ -16,6 +16,7 @@ from inferplane.models.parts.attention import (
 from inferplane.models.parts.compressed_attention import (
     SharedKVNames,
     compression_kinds,
+    count_rotated,
     shared_kv_attention,
 )
 from inferplane.models.parts.experts import (
@@ -67,6 +68,7 @@ __all__ = [
     "attention_with_gates",
     "attention_with_values",
     "compression_kinds",
+    "count_rotated",
     "decoder_layer",
     "decoder_model",
     "dense_mlp",

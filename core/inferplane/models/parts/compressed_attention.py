@@ -12,13 +12,15 @@ from inferplane import ops
 from inferplane.errors import CheckpointError
 from inferplane.models.build import Build
 from inferplane.models.parts.layers import layer_kinds
-from inferplane.models.reading.config import Config
+from inferplane.models.reading.config import Config, is_number
 from inferplane.models.rope import rope_table
 from inferplane.types import PLAIN, KVRequest, Shard, Weight
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 RATES = {SPARSE: 4, HEAVY: 128}
 """Tokens that a compressed entry stands for, where the config does not say it."""
+OLDER_RATES = {SPARSE: "compress_rate_csa", HEAVY: "compress_rate_hca"}
+"""Entries of older configs, which count before `compress_rates`, as in transformers."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,11 @@ def compression_kinds(config: Config, entry: str = "compress_ratios") -> list[st
         UnsupportedModelError: a layer has another kind.
     """
     layers, found = config.size("num_hidden_layers"), config.get(entry)
-    if config.get("layer_types") is not None or not isinstance(found, list):
+    if config.get("layer_types") is not None or found is None:
         left_out = [HEAVY if i < 2 or i % 2 == 0 else SPARSE for i in range(layers)]
         return layer_kinds(config, (SLIDING, SPARSE, HEAVY), left_out)
     names = {0: SLIDING, 4: SPARSE, 128: HEAVY}
-    if len(found) < layers:
+    if not isinstance(found, list) or len(found) < layers:
         raise CheckpointError(
             f"{config.name}: {entry} is not a list of {layers} numbers, one a layer.",
             remedy="correct the entry, or fetch the file again",
@@ -96,23 +98,48 @@ def rotary_settings(config: Config, kind: str) -> dict[str, Any]:
     return {**context, **({"attention_factor": 1.0} if found["rope_type"] == "yarn" else {}), **found}
 
 
-def count_rotated(config: Config) -> int:
-    """The last entries of a head that are rotated: `qk_rope_head_dim`, or the share `partial_rotary_factor`."""
-    dim, share = config.size("head_dim"), config.get("partial_rotary_factor")
-    if config.get("qk_rope_head_dim") is None and share is not None:
-        return int(dim * config.number("partial_rotary_factor"))
-    return config.size("qk_rope_head_dim", dim // 8)
+def count_rotated(config: Config, share: Any = None) -> int:
+    """The last entries of a head that are rotated: `qk_rope_head_dim`, or a share of the head.
+
+    Args:
+        config: has `head_dim`.
+        share: of a head; None: `partial_rotary_factor`, if the config does not state the number.
+
+    Raises:
+        CheckpointError: the share is not above 0 and up to 1, or a head has fewer entries.
+    """
+    dim, size = config.size("head_dim"), config.get("qk_rope_head_dim")
+    share = config.get("partial_rotary_factor") if share is None and size is None else share
+    if share is None:
+        size = config.size("qk_rope_head_dim", dim // 8)
+    elif not is_number(share) or not 0 < share <= 1:
+        raise CheckpointError(
+            f"{config.name}: partial_rotary_factor is {share!r}, not a share above 0 and up to 1.",
+            remedy="correct the entry, or fetch the file again",
+        )
+    else:
+        size = int(dim * share)
+    if size > dim:
+        raise CheckpointError(
+            f"{config.name}: {size} entries are rotated of a head, which has head_dim = {dim}.",
+            remedy="correct the entries, or fetch the file again",
+        )
+    return size
 
 
 def find_rate(config: Config, kind: str) -> int:
-    """Tokens that a compressed entry of a kind of layer stands for: `compress_rates`, or those of published models.
+    """Tokens that a compressed entry of a kind of layer stands for: `compress_rate_csa` and `compress_rate_hca` of
+    older configs, or `compress_rates`, or those of published models.
 
     Raises:
         CheckpointError: it is not a number above 0.
     """
+    if config.get(OLDER_RATES[kind]) is not None:
+        return config.size(OLDER_RATES[kind])
     rates = config.get("compress_rates")
-    rate = rates.get(kind, RATES[kind]) if isinstance(rates, Mapping) else RATES[kind]
-    if not isinstance(rate, int) or isinstance(rate, bool) or rate < 1:
+    rates = {} if rates is None else rates
+    rate = rates.get(kind, RATES[kind]) if isinstance(rates, Mapping) else rates
+    if not isinstance(rates, Mapping) or not isinstance(rate, int) or isinstance(rate, bool) or rate < 1:
         raise CheckpointError(
             f"{config.name}: compress_rates has {rate!r} for {kind}, not a number of tokens.",
             remedy="correct the entry, or fetch the file again",
@@ -177,6 +204,11 @@ def shared_kv_attention(
 
     def indexer(name: str, rate: int) -> ops.CompressedIndexer:
         index_heads, index_dim, top = (config.size(n) for n in ("index_n_heads", "index_head_dim", "index_topk"))
+        if size > index_dim:
+            raise CheckpointError(
+                f"{config.name}: {size} entries are rotated of an indexer's head of index_head_dim = {index_dim}.",
+                remedy="correct the entries, or fetch the file again",
+            )
         own, dims = (
             ops.IndexDims(index_heads, index_dim, size, top),
             ops.CompressorDims(index_dim, rate, True, size, True),

@@ -304,7 +304,7 @@ class Config(dict[str, Any]):
         """
         if self.get("max_position_embeddings") is None:
             return None
-        farthest = "compress" if "compress" in self["rope_parameters"] else "full_attention"
+        farthest = "compress" if self.has_rotary_kinds and "compress" in self["rope_parameters"] else "full_attention"
         rope = self.rotary(kind=farthest)
         stated, kind, factor = self.size("max_position_embeddings"), rope["rope_type"], rope.get("factor")
         if kind not in ("dynamic", "yarn") or not is_number(factor) or factor is None or factor <= 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 
 import pytest
@@ -64,6 +65,13 @@ SPELLED = {
             "compress": {**YARN, "rope_type": "yarn", "rope_theta": 2e5, "partial_rotary_factor": 0.125},
         },
     },
+}
+BY_KIND = {"main": {"rope_theta": 7e3}, "compress": {"rope_theta": 2e5}}
+SPELLED["by kind, with one share"] = {
+    "qk_rope_head_dim": None,
+    "partial_rotary_factor": 0.25,
+    "rope_scaling": None,
+    "rope_parameters": {kind: {"rope_type": "default", **own} for kind, own in BY_KIND.items()},
 }
 
 
@@ -188,6 +196,35 @@ def test_formats_by_the_config_alone():
 def test_what_is_not_implemented_is_refused(changes):
     with pytest.raises(UnsupportedModelError, match=next(iter(changes))):
         tree(**changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("rope_parameters", {"rope_scaling": ..., "rope_parameters": 3}),
+        ("partial_rotary_factor", {"qk_rope_head_dim": ..., "partial_rotary_factor": "x"}),
+        ("partial_rotary_factor", {"qk_rope_head_dim": ..., "partial_rotary_factor": 7}),
+        ("partial_rotary_factor", {"qk_rope_head_dim": ..., "partial_rotary_factor": math.nan}),
+        (
+            "partial_rotary_factor",
+            {"rope_scaling": ..., "rope_parameters": {k: {"partial_rotary_factor": 0} for k in BY_KIND}},
+        ),
+        ("head_dim = 512", {"qk_rope_head_dim": 1024}),
+        ("index_head_dim = 128", {"qk_rope_head_dim": 256}),
+        ("compress_rates", {"compress_rates": [4, 128]}),
+        ("compress_rate_csa", {"compress_rate_csa": 0}),
+        ("compress_ratios", {"compress_ratios": {"0": 4}}),
+    ],
+)
+def test_impossible_entries_are_refused(name, changes):
+    with pytest.raises(CheckpointError, match=name):
+        tree(**changes)
+
+
+def test_rates_of_older_configs():
+    model = tree(compress_rate_csa=8, compress_rate_hca=64, compress_rates={"compressed_sparse_attention": 16})
+    assert [layer.attn.compressor.compress.dims.rate for layer in list(model.layers)[2:4]] == [8, 64]
+    assert model.layers[2].attn.indexer.compressor.compress.dims.rate == 8
 
 
 def test_contradictions_are_refused():
