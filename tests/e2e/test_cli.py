@@ -82,6 +82,19 @@ def test_drafting_that_cannot_be_meant(cli, words, said):
     assert code == 2 and not out and said in err
 
 
+@pytest.mark.parametrize("verb", ["explain", "estimate"])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--index-key-dtype", "int4"), "error: --index-key-dtype int4.\nthere is: auto, none, fp8, int8"),
+        (("--head-format", "q6"), "error: --head-format q6."),
+    ],
+)
+def test_a_plan_takes_the_words_that_an_engine_takes(cli, verb, words, said):
+    code, out, err = cli(verb, "config:glm-5", *words)
+    assert code == 2 and not out and said in err
+
+
 def test_text_on_stdout_and_the_rest_on_stderr(cli):
     code, out, err = cli("generate", *GREEDY, "-p", PROMPT, "--max-tokens", "12")
     assert code == 0

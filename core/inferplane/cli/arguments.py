@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from inferplane.engine.clients.options import (
     ALL_OPTIONS,
     PLAIN_PARTS,
+    EngineOptions,
     SpeculativeOptions,
     flags,
     help_text,
 )
-from inferplane.engine.request.arguments import check_quantization
 from inferplane.engine.request.other_engines import advice, as_flag
 from inferplane.errors import UsageError
 
@@ -255,12 +255,15 @@ def add_binding(parser: Parser) -> argparse._ArgumentGroup:
 def binding_options(args: argparse.Namespace, **more: Any) -> RunnerOptions:
     """The words of `add_binding`, and of `add_speculation` where a verb has them, for a plan without weights; `more`
     are further fields.
+
+    Raises:
+        UsageError: a word that `LLM` refuses, too.
     """
     from inferplane.engine import RunnerOptions
     from inferplane.engine.speculate import SpeculativeConfig, with_draft
 
-    check_quantization(args.quantization)
     own = {name: getattr(args, name) for name in (*BINDING, "strict")}
+    EngineOptions(**own)  # checks them
     options = RunnerOptions(**own, ops=pins(args.ops), **more)
     config = speculation(args) if hasattr(args, "speculative_method") else None
     return with_draft(options, SpeculativeConfig.of(config), configs=True)
