@@ -104,9 +104,9 @@ class ImportGraph:
         if isinstance(node, ast.Import):
             return [alias.name for alias in node.names if alias.name in self.files]
         if isinstance(node, ast.ImportFrom):
-            base = self._base(name, node)
+            base = self.base(name, node)
             names = [alias.name for alias in node.names]
-            return [found for each in names if (found := self._definer(base, each)) is not None]
+            return [found for each in names if (found := self.definer(base, each)) is not None]
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             return self._named(node.value)
         return ()
@@ -121,7 +121,7 @@ class ImportGraph:
                 return (found,)
         return ()
 
-    def _definer(self, module: str, name: str, seen: tuple[tuple[str, str], ...] = ()) -> str | None:
+    def definer(self, module: str, name: str, seen: tuple[tuple[str, str], ...] = ()) -> str | None:
         """The module that defines what `from module import name` gives; None: it is not of the package."""
         if f"{module}.{name}" in self.files:
             return f"{module}.{name}"
@@ -132,12 +132,12 @@ class ImportGraph:
                 if isinstance(node, ast.ImportFrom):
                     for alias in node.names:
                         if (alias.asname or alias.name) == name:
-                            found = self._definer(self._base(module, node), alias.name, (*seen, (module, name)))
+                            found = self.definer(self.base(module, node), alias.name, (*seen, (module, name)))
                             if found is not None:
                                 return found
         return module
 
-    def _base(self, name: str, node: ast.ImportFrom) -> str:
+    def base(self, name: str, node: ast.ImportFrom) -> str:
         """The module that `from ... import` names, relative ones too."""
         if not node.level:
             return node.module or ""

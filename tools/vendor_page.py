@@ -3,16 +3,15 @@ and what each backend replaces in them."""
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import family_page
-from model_lines import ImportGraph, Lines, count_lines, find_code
+from definition_lines import Definition, Definitions
+from model_lines import ImportGraph, count_lines
 
 from inferplane.errors import BindError
 from inferplane.models import ARCHITECTURES
@@ -26,8 +25,9 @@ PEER = ROOT / "tools" / "peers" / "vllm.json"
 FAMILIES = "inferplane.models.families"
 NATIVE = {
     "attention/index_select.h": "index_select",
+    "model/sparse_mla.h": "sparse_mla_absorbed",
 }
-"""C++ sources of the cpu backend that one op alone uses -> the op."""
+"""C++ sources of the cpu backend that only kernels of these ops use -> an op that does."""
 
 INTRO = """# One model file for every vendor
 
@@ -52,7 +52,8 @@ the whole package. Where two families share those, both rows show them, and the 
 
 BESIDE = """
 Families are short because their parts are ops, so those must be counted, too. Beside the families' files these are
-the parts and ops that no other family uses, and the kernels of these ops, each once for all families above:
+the parts and ops that no other family uses, and the kernels of these ops, each once for all families above. With them
+count the functions, classes and constants that only they need, such as caches in a vendor's form:
 
 | here | files | lines with code |
 |---|---|---|
@@ -110,7 +111,7 @@ def page(host: PluginHost, configs: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _commands(shipped: Mapping[str, tuple[str, Any]]) -> Iterable[tuple[str, str]]:
     name = shipped["deepseek_v32"][0]
-    return [(name, "npu --arch 910b"), (name, "cuda --arch sm_90 --step decode"), (name, "npu --json")]
+    return [(name, "npu --arch 910b"), (name, "cuda --arch sm90a --step decode"), (name, "npu --json")]
 
 
 def module_of(architecture: str) -> str:
@@ -154,20 +155,40 @@ def _table_of_shared(
     models = graph.below(FAMILIES) - {FAMILIES}
     parts = _own(graph, models, families) - {name for f in families for name in _own(graph, models, [f])}
     ops = _own_ops(families, shipped, configs)
+    every = [kernel for d in host.devices() for kernel in host.kernels(host.backend_for_explain(d.name))]
+    kernels = {_definition_of(kernel): kernel.op in ops for kernel in every}
+    defined = Definitions(
+        {name: _graph_of(name) for name in {"inferplane", *(m.partition(".")[0] for m, _ in kernels)}}
+    )
+    classes = {Definition(op.__module__, op.__name__): name in ops for name, op in OPS.items()}
+    others = [item for item, is_own in (classes | kernels).items() if not is_own]
+    of_ops = defined.own([item for item, is_own in classes.items() if is_own], others)
+    of_kernels = defined.own([item for item, is_own in kernels.items() if is_own], others) - of_ops
     rows = [("parts of models", graph.count(parts))]
     names = ", ".join(f"`{name}`" for name in ops)
-    rows.append((f"the ops {names}", _count(_source(OPS[name]) for name in ops)))
-    kernels: dict[str, dict[Source, None]] = {}
-    for device in (d.name for d in host.devices()):
-        for kernel in host.kernels(host.backend_for_explain(device)):
-            if kernel.op in ops:
-                module, written = _sources_of(kernel)
-                backend = module.partition(".")[0].removeprefix("inferplane_")
-                kernels.setdefault("all devices" if backend == "inferplane" else backend, {}).update(written)
-    rows += [(f"kernels of {name}, Python", _count(found)) for name, found in sorted(kernels.items())]
+    rows.append((f"the ops {names}", defined.count(of_ops)))
+    by_package: dict[str, list[Definition]] = {}
+    for item in of_kernels:
+        package = item.module.partition(".")[0].removeprefix("inferplane_")
+        by_package.setdefault("all devices" if package == "inferplane" else package, []).append(item)
+    rows += [(f"kernels of {name}, Python", defined.count(found)) for name, found in sorted(by_package.items())]
     sources = [ROOT / "backends" / "cpu" / "csrc" / path for path, op in NATIVE.items() if op in ops]
     rows.append(("kernels of cpu, C++", count_lines(sources)))
     return "".join(f"| {what} | {lines.files} | {lines.code:,} |\n" for what, lines in rows)
+
+
+def _graph_of(package: str) -> ImportGraph:
+    spec = find_spec(package)
+    assert spec is not None and spec.origin is not None, f"no package {package}"
+    return ImportGraph(Path(spec.origin).parent.parent, package)
+
+
+def _definition_of(kernel: Kernel) -> Definition:
+    """Of the function that a kernel is, or of the one that makes it."""
+    if isinstance(kernel.target, str):
+        module, _, name = kernel.target.partition(":")
+        return Definition(module, name)
+    return Definition(kernel.target.__module__, getattr(kernel.target, "__qualname__", "").partition(".")[0])
 
 
 def _own_ops(
@@ -184,44 +205,6 @@ def _own_ops(
     of_families = {name for family in families for name in ops_of(shipped[family][1])}
     others = (config for config in configs.values() if module_of(config["architectures"][0]) not in shipped)
     return sorted(of_families.difference(*map(ops_of, others)))
-
-
-class Source(NamedTuple):
-    """The file and the text of a function or class."""
-
-    file: str
-    text: str
-
-
-def _source(item: Any) -> Source:
-    return Source(inspect.getsourcefile(item) or "", inspect.cleandoc("\n" + inspect.getsource(item)))
-
-
-def _sources_of(kernel: Kernel) -> tuple[str, dict[Source, None]]:
-    """A kernel's module, and its function. If it is stated by name, which needs not be importable here, what it calls
-    in its module is counted with it: there functions of a device stand beside the one of the host.
-    """
-    if not isinstance(kernel.target, str):
-        return kernel.target.__module__, {_source(kernel.target): None}
-    module, _, name = kernel.target.partition(":")
-    spec = find_spec(module)
-    assert spec is not None and spec.origin is not None, f"{kernel.name}: no module {module}"
-    text = Path(spec.origin).read_text(encoding="utf-8")
-    functions = {n.name: n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)}
-    found, waiting = dict[Source, None](), [name]
-    while waiting:
-        node = functions.pop(waiting.pop(), None)
-        if node is not None:
-            found[Source(spec.origin, ast.get_source_segment(text, node) or "")] = None
-            waiting += [n.id for n in ast.walk(node) if isinstance(n, ast.Name)]
-    return module, found
-
-
-def _count(sources: Iterable[Source]) -> Lines:
-    """The lines of some functions and classes."""
-    found = [*sources]
-    files, texts = {file for file, _ in found}, [text for _, text in found]
-    return Lines(len(files), sum(len(t.splitlines()) for t in texts), sum(len(find_code(t)) for t in texts))
 
 
 def _table_of_plans(host: PluginHost, devices: Iterable[str], config: dict[str, Any]) -> str:

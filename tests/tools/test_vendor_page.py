@@ -8,8 +8,9 @@ import family_page
 import pytest
 import vendor_page
 from generate_docs import IN_TREE
-from model_lines import find_code
+from model_lines import count_lines, find_code
 
+from inferplane.cli import main
 from inferplane.models.reading.shipped_configs import PREFIX, list_shipped_configs, read_shipped_config
 from inferplane.plugins import discover
 from tests.house.rules import REPOSITORY
@@ -65,3 +66,23 @@ def test_configs_are_named_on_the_page(page):
             if vendor_page.module_of(read_shipped_config(PREFIX + name)["architectures"][0]) == family
         ]
         assert f"### {family}\n\n`{PREFIX}{name}`\n" in page
+
+
+def test_commands_on_the_page_run(page, capsys, monkeypatch):
+    monkeypatch.setattr(main, "prepare", lambda environment: None)
+    commands = [line.removeprefix("$ inferplane ") for line in page.splitlines() if line.startswith("$ inferplane ")]
+    assert len(commands) == 3
+    for command in commands:
+        assert main.main(command.split()) == 0, capsys.readouterr().err
+
+
+def test_kernels_count_with_what_they_alone_need(page):
+    """Most of a module is helpers, where all of its kernels are of these ops."""
+    counted = page.partition("Families are short")[2].partition("folders hold more")[0]
+    table = {row[0]: int(row[2].replace(",", "")) for row in rows(counted)[1:]}
+    backend = REPOSITORY / "backends" / "npu" / "inferplane_npu" / "kernels"
+    files = [backend / "sparse.py", backend / "sparse_blocks.py", backend / "hyper.py"]
+    assert table["kernels of npu, Python"] > 0.8 * count_lines(files).code
+    native = REPOSITORY / "backends" / "cpu" / "csrc"
+    files = [native / "attention" / "index_select.h", native / "model" / "sparse_mla.h"]
+    assert table["kernels of cpu, C++"] == count_lines(files).code
