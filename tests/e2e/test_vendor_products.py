@@ -4,8 +4,10 @@ import pytest
 
 from inferplane.conformance.configs import SLICES
 from inferplane.engine import ModelFiles, Runner, RunnerOptions
+from inferplane.engine.runner.loading.slow_ops import describe_slow_ops
 from inferplane.errors import BindError
 from inferplane.models import Config
+from inferplane.models.reading.shipped_configs import read_shipped_config
 from inferplane.plugins import discover
 
 LLAMA = {**SLICES["llama_8b_two_layers"], "num_hidden_layers": 32, "vocab_size": 128256}
@@ -131,3 +133,18 @@ def test_a_cache_that_no_kernel_reads_is_marked(device):
     assert "on torch because" not in plan(device).explain_text()
     with pytest.raises(BindError, match="run on torch because of the KV cache's dtype"):
         plan(device, kv_cache_dtype="int8", strict=True)
+
+
+def test_the_option_that_a_cache_no_kernel_reads_has_is_named():
+    """Index keys have one of their own, which is not blamed for the cache, nor the cache's for it."""
+    chosen_tokens = read_shipped_config("config:glm-5")
+    with pytest.raises(BindError, match="index_select reads no KV cache in fp8") as failure:
+        plan("npu", chosen_tokens, index_key_dtype="fp8", strict=True)
+    assert failure.value.remedy == "pass index_key_dtype='none', or drop strict"
+    for device, config, options, reason in [
+        ("npu", chosen_tokens, {"index_key_dtype": "fp8"}, "because of index_key_dtype = 'fp8': index_select ("),
+        ("xpu:intel", LLAMA, {"kv_cache_dtype": "int8"}, "because of kv_cache_dtype = 'int8': attention ("),
+    ]:
+        runner = plan(device, config, **options)
+        said = [*describe_slow_ops(runner.plan, RunnerOptions(dtype="bfloat16", **options), "model")]
+        assert [words for words in said if reason in words] and len(said) == 1

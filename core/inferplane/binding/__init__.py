@@ -2,7 +2,7 @@
 
 from inferplane.binding.canary import Verdict, run_canary
 from inferplane.binding.check import Bench, Outcome, run_case
-from inferplane.binding.choice import Choice, Options, Rejection
+from inferplane.binding.choice import Choice, Options, Rejection, reads_index_keys_alone
 from inferplane.binding.explain import explain, explain_text
 from inferplane.binding.link import View, link, view_of
 from inferplane.binding.load import DictSource, DummySource, FormatReader, Loaded, Store, TensorSource, load
@@ -40,6 +40,7 @@ __all__ = [
     "load",
     "plan_lines",
     "read_lock",
+    "reads_index_keys_alone",
     "run_canary",
     "run_case",
     "signature",

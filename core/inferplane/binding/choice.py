@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from inferplane.ops import Op
 from inferplane.types import RANK_COMPOSED, Kernel
 
 REFERENCE = "reference"
@@ -111,3 +112,8 @@ class Options:
     pins: Mapping[str, str] = field(default_factory=dict)
     lock: Mapping[str, str] = field(default_factory=dict)
     demoted: Mapping[Kernel, str] = field(default_factory=dict)
+
+
+def reads_index_keys_alone(op: Op) -> bool:
+    """Whether the caches that an op reads or writes are index keys, whose dtype has an option of its own."""
+    return {request.kind for request in op.kv_requests()} == {"index_keys"}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from inferplane.binding.choice import Choice, Dequantize, Options
+from inferplane.binding.choice import Choice, Dequantize, Options, reads_index_keys_alone
 from inferplane.binding.resolver import Resolver
 from inferplane.errors import BindError, KernelError, first_of
 from inferplane.ops import OPS, Op
@@ -281,10 +281,12 @@ def bind(
         listed = first_of(
             [f"{op.name} at {site} ({kind}): {choice.kv_dtype_unread}" for kind, site, op, choice in slow]
         )
+        remedies = {True: "pass index_key_dtype='none'", False: "leave kv_cache_dtype out"}
+        ways = sorted({remedies[reads_index_keys_alone(op)] for _, _, op, _ in slow})
         raise BindError(
             f"strict=True, but {len(slow)} hot op(s) of device {settings.device!r} run on torch because of the KV "
             f"cache's dtype: {listed}.",
-            remedy="leave kv_cache_dtype out, or drop strict",
+            remedy=f"{' and '.join(ways)}, or drop strict",
         )
     return plan
 

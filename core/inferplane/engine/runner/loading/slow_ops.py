@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from inferplane.binding import Plan
+from inferplane.binding import Plan, reads_index_keys_alone
 from inferplane.engine.runner.options import RunnerOptions
 
 
@@ -25,11 +25,15 @@ def describe_slow_ops(plan: Plan, options: RunnerOptions, name: str) -> Iterator
             f"See `inferplane explain {name} --device {plan.settings.device}` for the reasons; strict=True refuses "
             "such a plan."
         )
-    if slow := plan.unread_caches():
-        reasons = ", ".join(sorted({f"{op.name} ({choice.kv_dtype_unread})" for _, _, op, choice in slow}))
+    unread: dict[str, set[str]] = {}
+    for _, _, op, choice in plan.unread_caches():
+        is_own = options.index_key_dtype != "auto" and reads_index_keys_alone(op)
+        option = "index_key_dtype" if is_own else "kv_cache_dtype"
+        unread.setdefault(option, set()).add(f"{op.name} ({choice.kv_dtype_unread})")
+    for option, reasons in sorted(unread.items()):
         yield (
-            f"On {device} hot ops run on torch because of kv_cache_dtype = {options.kv_cache_dtype!r}: {reasons}. "
-            "Leave it out for speed; strict=True refuses such a plan."
+            f"On {device} hot ops run on torch because of {option} = {getattr(options, option)!r}: "
+            f"{', '.join(sorted(reasons))}. Leave it out for speed; strict=True refuses such a plan."
         )
     dtype = plan.settings.dtype
     if str(options.dtype) == "auto" and dtype.itemsize == 2:
