@@ -86,8 +86,7 @@ def test_agrees_with_the_op(hopper, tokens, outliers, routing, record_property):
     p = SimpleNamespace(gate_up=pack(gate_up), down=pack(down))
     got = hopper.moe_experts(p, x, share, ids)
     op = MoEExperts(placeholder(EXPERTS, 2 * INNER, WIDTH), placeholder(EXPERTS, WIDTH, INNER))
-    ideal = SimpleNamespace(gate_up=gate_up.dequantize(), down=down.dequantize(), act="", limit=None)
-    want = MoEExperts.__call__(ideal, x.float(), share, ids)
+    want = MoEExperts(gate_up.dequantize(), down.dequantize())(x.float(), share, ids)
     error, tolerance = relative_error(got, want), op.tolerance[torch.bfloat16] + FP8_ERROR
     record_property("op", "moe_experts")
     record_property("kernel", "gluon_fp8:moe_experts")

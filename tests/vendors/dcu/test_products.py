@@ -77,12 +77,12 @@ def test_experts_with_a_configuration_and_without(tokens, monkeypatch):
     weights = draw.uniform(tokens, 2, low=0.1)
     ids = torch.stack([torch.tensor(draw.permutation(5)[:2]) for _ in range(tokens)])
     packed = {"gate_up": moe.Marlin(gate_up), "down": moe.Marlin(down)}
-    view = SimpleNamespace(**packed, act="", limit=None, prepared=moe.LightopExperts())
+    view = SimpleNamespace(**packed, prepared=moe.LightopExperts())
     products, looked_up = [], []
     product, config = view.prepared.product, view.prepared.config
     monkeypatch.setattr(view.prepared, "product", lambda *args: (products.append(args), product(*args)))
     monkeypatch.setattr(view.prepared, "config", lambda *args: (looked_up.append(args), config(*args))[1])
-    want = MoEExperts.__call__(SimpleNamespace(gate_up=gate_up, down=down, act="", limit=None), x, weights, ids).float()
+    want = MoEExperts(gate_up, down)(x, weights, ids).float()
     for _ in range(2):
         got = moe.moe_experts(view, x, weights, ids.int()).float()
         assert error(got, want) <= OPS["moe_experts"].tolerance[BF16]

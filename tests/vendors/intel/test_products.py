@@ -81,8 +81,7 @@ def test_experts_in_int4(zero):
     packed = {name: moe.INT4_EXPERTS.fn(q) for name, q in quantized.items()}
     x, weights, ids = draw.normal(3, 128), draw.uniform(3, 2, low=0.1), torch.tensor([[0, 3], [1, 2], [3, 1]])
     got = moe.moe_experts_int4(SimpleNamespace(**packed), x, weights, ids).float()
-    op = SimpleNamespace(**quantized, partial=False, act="", limit=None)
-    want = OPS["moe_experts"].__call__(op, x, weights, ids).float()
+    want = OPS["moe_experts"](**quantized)(x, weights, ids).float()
     assert error(got, want) <= OPS["moe_experts"].tolerance[torch.bfloat16]
 
 

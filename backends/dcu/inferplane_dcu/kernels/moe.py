@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.composed.moe import moe_experts as by_expert
+from inferplane.kernels.composed.moe import multiply_experts
 from inferplane.kernels.fused.needs import ALL_EXPERTS_LOCAL, FLOATS
 from inferplane.kernels.fused.packings import FLOAT32
 from inferplane.plugin import Kernels, Packing
@@ -128,7 +128,7 @@ def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Te
     tokens, k = ids.shape
     found = calls.configurations(view, x, k)
     if found is None:
-        return by_expert(view, x, weights, ids.long())
+        return multiply_experts(view.gate_up, view.down, x, weights, ids.long())
     first, second = found
     experts, both, width = view.gate_up.shape
     aligned = _align_pairs(calls, ids.int().contiguous(), experts, first["BLOCK_SIZE_M"])

@@ -10,12 +10,11 @@ lightop_marlin_moe_compat.py; fuse_moe_int8_marlin.py of lmslim (the calls, thei
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from inferplane.kernels.composed.moe import moe_experts as by_expert
+from inferplane.kernels.composed.moe import multiply_experts
 from inferplane.kernels.fused.needs import ALL_EXPERTS_LOCAL, INT8_ACTIVATIONS
 from inferplane.plugin import Kernels, Packing, QTensor
 from inferplane_dcu import vendor
@@ -106,10 +105,8 @@ def moe_experts_w8a8(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: tor
     tokens, k = ids.shape
     found = calls.configurations(view, x, k)
     if found is None:
-        plain = (_PlainExperts(stack, x.dtype) for stack in (view.gate_up, view.down))
-        return by_expert(
-            SimpleNamespace(**dict(zip(("gate_up", "down"), plain)), act="", limit=None), x, weights, ids.long()
-        )
+        gate_up, down = (_PlainExperts(stack, x.dtype) for stack in (view.gate_up, view.down))
+        return multiply_experts(gate_up, down, x, weights, ids.long())
     first, second = found
     experts, both, width = view.gate_up.shape
     aligned = align_pairs(ids, experts, first["BLOCK_SIZE_M"])

@@ -28,19 +28,45 @@ def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 @KERNELS("moe_experts", "torch", when=replace(ANY, extensions=EXPERTS))
 def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The op `moe_experts`: pairs of token and expert are sorted by expert, so that each expert's rows are one slice
-    and only chosen experts are read; two products per expert; results are added up by token in float32. Waits for the
-    device, to know how many rows each expert has.
+    """The op `moe_experts`. Waits for the device, to know how many rows each expert has."""
+    limits = {"limit": view.limit, "limits_input": view.limits_input}
+    return multiply_experts(view.gate_up, view.down, x, weights, ids, act=view.act, **limits)
+
+
+def multiply_experts(
+    gate_up: Any,
+    down: Any,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    act: str = "",
+    limit: float | None = None,
+    limits_input: bool = False,
+) -> torch.Tensor:
+    """Experts one after the other: pairs of token and expert are sorted by expert, so that each expert's rows are one
+    slice and only chosen experts are read; two products per expert; results are added up by token in float32.
+
+    Args:
+        gate_up: of which an index gives an expert's rows `[2 I, H]`, or `[I, H]` with `act`; has `shape`.
+        down: of which an index gives an expert's rows `[H, I]`.
+        x: `[T, H]`.
+        weights: of each token's experts, `[T, k]`.
+        ids: those experts, `[T, k]`.
+        act: see `MoEExperts`; so `limit` and `limits_input`. Left out, gates have silu and no bounds.
+
+    Returns:
+        `[T, H]`.
     """
 
     def compute_expert(e: int, rows: torch.Tensor) -> torch.Tensor:
-        h = F.linear(rows, view.gate_up[e])
-        if view.act:
-            return F.linear(ACTIVATIONS[view.act](h), view.down[e])
+        h = F.linear(rows, gate_up[e])
+        if act:
+            return F.linear(ACTIVATIONS[act](h), down[e])
         gate, up = h.chunk(2, -1)
-        return F.linear(multiply_gate("silu", gate, up, view.limit, view.limits_input), view.down[e])
+        return F.linear(multiply_gate("silu", gate, up, limit, limits_input), down[e])
 
-    return _by_expert(x, weights, ids, view.gate_up.shape[0], compute_expert)
+    return _by_expert(x, weights, ids, gate_up.shape[0], compute_expert)
 
 
 @KERNELS("clamped_experts", "torch", when=ANY)
