@@ -61,10 +61,10 @@ count the functions, classes and constants that only they need, such as caches i
 
 COUNTED = """
 {project}'s folders hold more than these families need here: Kimi K3 in that of Kimi Linear, vision, further drafters,
-and kernels for products that all models have here (in FP8, for small batches). What is not comparable is left in, on
-both sides: the table says how much code a family costs, not how fast it runs. Speeds are in
-[benchmarks.md](benchmarks.md), the evidence for each kernel in [support-matrix.md](support-matrix.md); of the devices
-below only the cpu was measured.
+and kernels for products that all models have here (in FP8, for small batches). Its sources in C++ and CUDA are left
+out, ours are counted. What else is not comparable is left in, on both sides: the table says how much code a family
+costs, not how fast it runs. Speeds are in [benchmarks.md](benchmarks.md), the evidence for each kernel in
+[support-matrix.md](support-matrix.md); of the devices below only the cpu was measured.
 
 ## What each backend replaces
 
