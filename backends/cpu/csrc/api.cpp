@@ -90,7 +90,8 @@ extern "C" {
 
 const int32_t *ip_struct_bytes(void) {
   static const int32_t bytes[] = {sizeof(ip_matrix),  sizeof(ip_cache), sizeof(ip_batch), sizeof(ip_norm),
-                                  sizeof(ip_latent),  sizeof(ip_clamped_gate), sizeof(ip_experts), sizeof(ip_layer),
+                                  sizeof(ip_latent),  sizeof(ip_clamped_gate), sizeof(ip_gate_limits), sizeof(ip_experts), sizeof(ip_hyper),
+                                  sizeof(ip_layer),
                                   sizeof(ip_sampling), sizeof(ip_step), sizeof(ip_layer_steps), sizeof(ip_logit_scale),
                                   sizeof(ip_model), sizeof(ip_model_io), sizeof(ip_sequences), sizeof(ip_head_rows),
                                   sizeof(ip_convolution), sizeof(ip_delta_rule), sizeof(ip_scan),
@@ -153,8 +154,9 @@ void ip_rms_norm(const ip_bf16 *x, int64_t ldx, const ip_bf16 *r, const ip_norm 
   kernels().rms_norm(x, ldx, r, norm, m, d, s, y);
 }
 
-void ip_activation_mul(const ip_bf16 *x, int64_t ldx, int64_t m, int64_t d, int activation, ip_bf16 *y) {
-  kernels().activation_mul(x, ldx, m, d, activation, y);
+void ip_activation_mul(const ip_bf16 *x, int64_t ldx, int64_t m, int64_t d, int activation,
+                       const ip_gate_limits *limits, ip_bf16 *y) {
+  kernels().activation_mul(x, ldx, m, d, activation, limits, y);
 }
 
 void ip_rope(const ip_bf16 *x, int64_t row_stride, int64_t head_stride, const float *table, const int64_t *positions,
@@ -195,9 +197,9 @@ void ip_sparse_mla(const ip_bf16 *q_nope, const int64_t *nope_strides, const ip_
 }
 
 int ip_moe(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts, const ip_clamped_gate *clamped,
-           const ip_bf16 *x, int64_t ldx, int64_t m, const int64_t *ids, const float *weights, int64_t top,
-           ip_bf16 *out) {
-  return kernels().moe(gate_up, down, experts, clamped, x, ldx, m, ids, weights, top, out);
+           const ip_gate_limits *limits, const ip_bf16 *x, int64_t ldx, int64_t m, const int64_t *ids,
+           const float *weights, int64_t top, ip_bf16 *out) {
+  return kernels().moe(gate_up, down, experts, clamped, limits, x, ldx, m, ids, weights, top, out);
 }
 
 int ip_decoder_layers(const ip_layer *const *layers, const ip_cache *caches, int64_t count, const ip_layer_steps *steps,
@@ -216,6 +218,23 @@ void ip_decoder_layer(const ip_layer *layer, const ip_step *step, const ip_bf16 
 
 void ip_route_experts(const ip_experts *x, const float *logits, int64_t m, int64_t *ids, float *weights) {
   kernels().route_experts(x, logits, m, ids, weights);
+}
+
+void ip_weigh_experts(const ip_experts *x, const float *logits, int64_t m, const int64_t *ids, float *weights) {
+  kernels().weigh_experts(x, logits, m, ids, weights);
+}
+
+void ip_hyper_pre(const ip_hyper *hyper, const void *x, int64_t tokens, void *y, float *post, float *mix) {
+  kernels().hyper_pre(hyper, x, tokens, y, post, mix);
+}
+
+void ip_hyper_post(const ip_hyper *hyper, const void *y, const void *x, const float *post, const float *mix,
+                   int64_t tokens, void *out) {
+  kernels().hyper_post(hyper, y, x, post, mix, tokens, out);
+}
+
+void ip_sinkhorn(float *m, int64_t count, int64_t n, int64_t iterations, float eps) {
+  kernels().sinkhorn(m, count, n, iterations, eps);
 }
 
 void ip_sample(const ip_sampling *params, int64_t *tokens) { kernels().sample(params, tokens); }

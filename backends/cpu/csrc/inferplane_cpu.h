@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-// Sizes in bytes of the structs matrix, cache, batch, norm, latent, clamped_gate, experts, layer, sampling, step,
+// Sizes in bytes of the structs matrix, cache, batch, norm, latent, clamped_gate, gate_limits, experts, hyper, layer, sampling, step,
 // layer_steps, logit_scale, model, model_io, sequences, head_rows,
 // convolution, delta_rule, scan, norm_with_gate, mixer, in this order, so that a caller can check that it
 // declares the same ones. The array is static.
@@ -22,7 +22,7 @@ const int32_t *ip_struct_bytes(void);
 // IP_KINDS of the library, for the same purpose.
 int ip_num_kinds(void);
 // Number of the functions' signatures, which grows with every change of one: a caller of another number must not call.
-#define IP_SIGNATURES 9
+#define IP_SIGNATURES 10
 int ip_signatures(void);
 
 // -- instruction sets and threads
@@ -68,8 +68,9 @@ int ip_pack_weight(const ip_matrix *w, const int8_t *values, uint8_t *out);
 // null (s is x), and then s may be null too.
 void ip_rms_norm(const ip_bf16 *x, int64_t ldx, const ip_bf16 *r, const ip_norm *norm, int64_t m, int64_t d, ip_bf16 *s,
                  ip_bf16 *y);
-// y[m, d] = f(x[:, :d]) * x[:, d:], f one of ip_activation; rows of x are ldx apart, y is dense.
-void ip_activation_mul(const ip_bf16 *x, int64_t ldx, int64_t m, int64_t d, int activation, ip_bf16 *y);
+// y[m, d] = f(x[:, :d]) * x[:, d:], f one of ip_activation; rows of x are ldx apart, y is dense. `limits`, null: none.
+void ip_activation_mul(const ip_bf16 *x, int64_t ldx, int64_t m, int64_t d, int activation,
+                       const ip_gate_limits *limits, ip_bf16 *y);
 // y[m, heads, dim], dense, = x with each head rotated by its row's position, positions[i]; table: [positions, 2, dim /
 // 2], cosines then sines. `interleaved`: entries 2c and 2c + 1 are a pair; 0: c and c + dim / 2.
 void ip_rope(const ip_bf16 *x, int64_t row_stride, int64_t head_stride, const float *table, const int64_t *positions,
@@ -142,14 +143,29 @@ void ip_recurrent_block(const ip_mixer *mixer, const ip_sequences *s, const ip_b
 // -- experts
 
 // out[m, d] = per token, the sum of its `top` experts' gated MLPs times `weights`. gate_up and down have one matrix per
-// expert; ids and weights are [m, top]; `clamped` as in ip_experts. Returns 0; -1 if an id is none of 0 .. experts - 1,
-// and out is not written.
+// expert; ids and weights are [m, top]; `clamped` as in ip_experts; `limits` of gates without it, null: none. Returns 0;
+// -1 if an id is none of 0 .. experts - 1, and out is not written.
 int ip_moe(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts, const ip_clamped_gate *clamped,
-           const ip_bf16 *x, int64_t ldx, int64_t m, const int64_t *ids, const float *weights, int64_t top,
-           ip_bf16 *out);
+           const ip_gate_limits *limits, const ip_bf16 *x, int64_t ldx, int64_t m, const int64_t *ids,
+           const float *weights, int64_t top, ip_bf16 *out);
 // Chooses the experts of m tokens from logits [m, experts]: writes ids and weights [m, top]. Of `x` it reads neither
 // the router nor the experts' matrices. x->experts is at most 1024.
 void ip_route_experts(const ip_experts *x, const float *logits, int64_t m, int64_t *ids, float *weights);
+
+// Writes weights [m, top] as ip_route_experts does, of experts that are given: ids [m, top], each of 0 .. experts - 1.
+void ip_weigh_experts(const ip_experts *x, const float *logits, int64_t m, const int64_t *ids, float *weights);
+
+// -- hyper-connections
+
+// The ops of the same names, of x [tokens, streams, width], dense. Writes y [tokens, width], post [tokens, streams] and
+// mix [tokens, streams, streams]; a head writes y alone.
+void ip_hyper_pre(const ip_hyper *hyper, const void *x, int64_t tokens, void *y, float *post, float *mix);
+// out [tokens, streams, width] from y [tokens, width] and what ip_hyper_pre read and wrote; reads the sizes and `wide`
+// of `hyper`.
+void ip_hyper_post(const ip_hyper *hyper, const void *y, const void *x, const float *post, const float *mix,
+                   int64_t tokens, void *out);
+// m [count, n, n], changed in place.
+void ip_sinkhorn(float *m, int64_t count, int64_t n, int64_t iterations, float eps);
 
 // -- sampling
 

@@ -24,6 +24,7 @@
 #endif
 
 #include "attention/index_select.h"
+#include "model/hyper.h"
 #include "model/sparse_mla.h"
 #include "recurrent/entries.h"
 
@@ -97,9 +98,11 @@ void rms_norm_entry(const bf16 *x, int64_t ldx, const bf16 *r, const ip_norm *no
   run_on_team(m * d / 4, [&](Team &team) { rms_norm(team, {}, x, ldx, r, *norm, m, d, s, y); });
 }
 
-// `ip_activation_mul`: y [m, d] = f(x[:, :d]) * x[:, d:].
-void activation_mul_entry(const bf16 *x, int64_t ldx, int64_t m, int64_t d, int activation, bf16 *y) {
-  run_on_team(m * d / 2, [&](Team &team) { activation_mul(team, x, ldx, m, d, activation, y); });
+// `ip_activation_mul`: y [m, d] = f(x[:, :d]) * x[:, d:], within limits.
+void activation_mul_entry(const bf16 *x, int64_t ldx, int64_t m, int64_t d, int activation,
+                          const ip_gate_limits *limits, bf16 *y) {
+  ip_gate_limits by = limits ? *limits : kNoLimits;
+  run_on_team(m * d / 2, [&](Team &team) { activation_mul(team, x, ldx, m, d, activation, by, y); });
 }
 
 // `ip_rope`: y [m, heads, dim] = x with each head rotated by its row's position.
@@ -171,13 +174,15 @@ void mla_entry(const bf16 *q_nope, const int64_t *nope_strides, const bf16 *q_ro
 // `ip_moe`: routed experts, kMaxMoeTokens tokens at a time, to `out` [m, width]; -1, and nothing is written, if an id
 // is none of 0 .. experts - 1.
 int moe_entry(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts, const ip_clamped_gate *clamped,
-              const bf16 *x, int64_t ldx, int64_t m, const int64_t *ids, const float *weights, int64_t top, bf16 *out) {
+              const ip_gate_limits *limits, const bf16 *x, int64_t ldx, int64_t m, const int64_t *ids,
+              const float *weights, int64_t top, bf16 *out) {
   for (int64_t p = 0; p < m * top; p++)
     if (ids[p] < 0 || ids[p] >= experts) return -1;
   int64_t inner = down->k, width = down->n;
   for (int64_t t = 0; t < m; t += kMaxMoeTokens) {
     MoeArgs part = {gate_up, down, experts, min64(kMaxMoeTokens, m - t), top, inner, width, x + t * ldx, ldx,
                     ids + t * top, weights + t * top, out + t * width, clamped, nullptr, nullptr, 0, nullptr, nullptr};
+    if (limits) part.limits = *limits;
     reserve_moe(part, workspace(kExpertPairs));
     plan_moe(part);
     run_on_team(part.tokens * top * inner * width / 2, [&](Team &team) { moe(team, part); });
@@ -191,6 +196,19 @@ void route_experts_entry(const ip_experts *x, const float *logits, int64_t m, in
     team.for_each_chunk(m, 4, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; i++)
         route_token(*x, logits + i * x->experts, ids + i * x->top, weights + i * x->top);
+    });
+  });
+}
+
+// `ip_weigh_experts`: weights [m, top] of experts that are given.
+void weigh_experts_entry(const ip_experts *x, const float *logits, int64_t m, const int64_t *ids, float *weights) {
+  run_on_team(m * x->experts, [&](Team &team) {
+    team.for_each_chunk(m, 4, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; i++) {
+        float score[kMaxExperts];
+        expert_scores(logits + i * x->experts, x->experts, x->score, score);
+        weigh_experts(*x, score, ids + i * x->top, weights + i * x->top);
+      }
     });
   });
 }
@@ -359,4 +377,4 @@ extern const KernelTable ISA_TABLE = {
     mla_entry,        moe_entry,      route_experts_entry,  decoder_layer_entry,   decoder_layers_entry,
     model_step_entry, sample_entry,   read_memory_entry,    causal_conv1d_entry,   delta_rule_gates_entry,
     gated_delta_rule_entry, gated_norm_entry, selective_scan_entry, recurrent_block_entry,
-    index_select_entry, sparse_mla_entry};
+    index_select_entry, sparse_mla_entry, weigh_experts_entry, hyper_pre_entry, hyper_post_entry, sinkhorn_entry};

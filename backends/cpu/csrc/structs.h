@@ -109,6 +109,15 @@ typedef struct {
   float alpha, limit;
 } ip_clamped_gate;
 
+// Limits of a gated result f(g) u: f reads at most `input`, f's result is at most `output`, and u at most `other` in
+// magnitude. Infinity: none.
+typedef struct {
+  float input, output, other;
+} ip_gate_limits;
+
+// How routers score: softmax(x), 1 / (1 + exp(-x)), sqrt(ln(1 + exp(x))).
+enum ip_score { IP_SOFTMAX = 0, IP_SIGMOID = 1, IP_SQRT_SOFTPLUS = 2 };
+
 // Routed experts: a router, how it chooses `top` of the experts, and one matrix per expert.
 typedef struct {
   ip_matrix router;
@@ -117,12 +126,22 @@ typedef struct {
   int64_t experts, top;
   int64_t groups, top_groups;  // experts are chosen from the best `top_groups` of `groups` equal groups
   float factor;  // multiplies all weights
-  // Scores are sigmoids (else a softmax); a group ranks by its best two experts (else its best one); weights are
-  // divided by their sum.
-  int32_t sigmoid, best_two, renormalize;
+  int32_t score;  // one of ip_score
+  int32_t best_two, renormalize;  // a group ranks by its best two experts, else its best; weights are divided by their sum
   const ip_clamped_gate *clamped;  // or null: IP_SILU, and rows of gate_up are gate, then up
   float least_sum, sum_eps;  // their sum is at least the one, and the other is added to it
 } ip_experts;
+
+// Hyper-connections of `streams` streams (at most 8) of `width` entries, as the ops hyper_collapse, hyper_pre and
+// hyper_head have them.
+typedef struct {
+  const float *fn, *base, *scale;  // fn [rows, streams * width], base [rows]: 2 streams + streams^2 rows; head: streams
+  int64_t streams, width;
+  float norm_eps, eps, sinkhorn_eps;
+  int32_t iterations;  // of `sinkhorn`; 0: logits are written as they are
+  int32_t head;  // streams become one, and nothing else
+  int32_t wide;  // streams and results are float32, else bf16
+} ip_hyper;
 
 // The sequences of a step and where their states are: rows of a tensor of states. Query tokens of sequence b are rows
 // start[b] .. start[b + 1] without those whose slot is -1, which are padding; lens[b] is its length with these tokens. A

@@ -23,7 +23,9 @@ from inferplane_cpu.structs import (
     Convolution,
     DeltaRule,
     Experts,
+    GateLimits,
     HeadRows,
+    Hyper,
     Latent,
     Layer,
     LayerSteps,
@@ -56,9 +58,11 @@ INPUT_INT16, INPUT_INT8, INPUT_INT4, INPUT_MXFP4 = range(4)
 """What products with a `Matrix` round activations to (`ip_input`)."""
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
 """Activation functions (`ip_activation`) by the names of op `activation_mul`."""
+SCORES = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}
+"""How routers score (`ip_score`), by the names of op `moe_route`."""
 
 _STRUCTS: tuple[type[Structure], ...] = (
-    *(Matrix, Cache, RaggedBatch, Norm, Latent, ClampedGate, Experts, Layer, Sampling),
+    *(Matrix, Cache, RaggedBatch, Norm, Latent, ClampedGate, GateLimits, Experts, Hyper, Layer, Sampling),
     *(Step, LayerSteps, LogitScale, Model, ModelIO),
     *(Sequences, HeadRows, Convolution, DeltaRule, Scan, NormWithGate, Mixer),
 )
@@ -75,7 +79,7 @@ def _init_thread() -> None:
     torch.get_num_threads()
 
 
-SIGNATURES = 9
+SIGNATURES = 10
 """IP_SIGNATURES of the library that is called here: it grows with every change of a function's arguments,
 and of what it takes."""
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -95,14 +99,14 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_packed_bytes": (_I, _MATRIX),
     "ip_pack_weight": (c_int, _MATRIX, _P, _P),
     "ip_rms_norm": (None, _P, _I, _P, POINTER(Norm), _I, _I, _P, _P),
-    "ip_activation_mul": (None, _P, _I, _I, _I, c_int, _P),
+    "ip_activation_mul": (None, _P, _I, _I, _I, c_int, POINTER(GateLimits), _P),
     "ip_rope": (None, _P, _I, _I, _P, _P, _I, _I, _I, c_int, _P),
     "ip_attention": (None, _P, _BATCH, _CACHE, _I, _I, _I, _I, c_float, _I, _P, c_float, _P),
     "ip_attention_prefill": (c_int, _P, _BATCH, _CACHE, _I, _I, _I, _I, c_float, _I, _P, c_float, _P),
     "ip_mla": (None, _P, _P, _P, _P, _MATRIX, _BATCH, _CACHE, _I, _I, _I, _I, _I, c_float, _P),
     "ip_index_select": (None, _P, _P, _BATCH, _CACHE, _I, _I, _I, _I, _P),
     "ip_sparse_mla": (None, _P, _P, _P, _P, _MATRIX, _BATCH, _CACHE, _I, _I, _I, _I, _I, c_float, _P, _I, _P),
-    "ip_moe": (c_int, _MATRIX, _MATRIX, _I, _P, _P, _I, _I, _P, _P, _I, _P),
+    "ip_moe": (c_int, _MATRIX, _MATRIX, _I, _P, POINTER(GateLimits), _P, _I, _I, _P, _P, _I, _P),
     "ip_causal_conv1d": (None, POINTER(Convolution), _SEQUENCES, _P, _I, _P, _P, _P),
     "ip_delta_rule_gates": (None, _P, _P, _P, _I, _P, _I, _I, _I, _I, _P, _P),
     "ip_gated_delta_rule": (None, POINTER(DeltaRule), _SEQUENCES, _P, _P, _I, _P, _I, _P, _P, _P),
@@ -110,6 +114,10 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_selective_scan": (None, POINTER(Scan), _SEQUENCES, _P, _P, _I, _P, _P, _P),
     "ip_recurrent_block": (None, POINTER(Mixer), _SEQUENCES, _P, _P, _P, _P),
     "ip_route_experts": (None, POINTER(Experts), _P, _I, _P, _P),
+    "ip_weigh_experts": (None, POINTER(Experts), _P, _I, _P, _P),
+    "ip_hyper_pre": (None, POINTER(Hyper), _P, _I, _P, _P, _P),
+    "ip_hyper_post": (None, POINTER(Hyper), _P, _P, _P, _P, _I, _P),
+    "ip_sinkhorn": (None, _P, _I, _I, _I, c_float),
     "ip_sample": (None, POINTER(Sampling), _P),
     "ip_read_memory": (_I, _P, _I),
     "ip_time_phases": (c_char_p, _P),

@@ -69,6 +69,23 @@ class ClampedGate(Structure):
     _fields_ = _of(c_float, "alpha", "limit")
 
 
+class GateLimits(Structure):
+    """`ip_gate_limits`: limits of a gated result's factors; infinity: none."""
+
+    _fields_ = _of(c_float, "input", "output", "other")
+
+
+class Hyper(Structure):
+    """`ip_hyper`: hyper-connections, or their head."""
+
+    _fields_ = [
+        *_of(c_void_p, "fn", "base", "scale"),
+        *_of(c_int64, "streams", "width"),
+        *_of(c_float, "norm_eps", "eps", "sinkhorn_eps"),
+        *_of(c_int32, "iterations", "head", "wide"),
+    ]
+
+
 class Experts(Structure):
     """`ip_experts`: a router, how it chooses, and the experts' matrices."""
 
@@ -77,7 +94,7 @@ class Experts(Structure):
         *_of(c_void_p, "bias", "gate_up", "down"),
         *_of(c_int64, "experts", "top", "groups", "top_groups"),
         ("factor", c_float),
-        *_of(c_int32, "sigmoid", "best_two", "renormalize"),
+        *_of(c_int32, "score", "best_two", "renormalize"),
         ("clamped", c_void_p),
         *_of(c_float, "least_sum", "sum_eps"),
     ]

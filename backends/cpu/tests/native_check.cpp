@@ -264,7 +264,11 @@ void row_by_row() {
     ip_norm norm = {weight, 1e-6f, 1};
     ip_rms_norm(x, d, nullptr, &norm, m, d, nullptr, y);
     ip_rms_norm(x, d, r, &norm, m, d, s, y);
-    for (int function : {IP_SILU, IP_GELU, IP_GELU_TANH, IP_RELU2}) ip_activation_mul(wide, 2 * d, m, d, function, y);
+    for (int function : {IP_SILU, IP_GELU, IP_GELU_TANH, IP_RELU2}) {
+      const ip_gate_limits limits = {0.5f, 0.3f, 0.4f};
+      ip_activation_mul(wide, 2 * d, m, d, function, nullptr, y);
+      ip_activation_mul(wide, 2 * d, m, d, function, &limits, y);
+    }
   }
   for (int64_t dim : {2, 22, 64}) {
     Bf16 x(3 * 4 * dim), y(3 * 4 * dim);
@@ -446,6 +450,7 @@ void experts() {
   const int kinds[][2] = {{IP_BF16, 0}, {IP_BF16_REORDERABLE, 0}, {IP_FP8, 128}, {IP_INT8, 0}, {IP_INT4, 32}, {IP_MXFP4, 32}, {IP_W8A8, 0},
                           {IP_INT4 + kInt8, 32}, {IP_INT4 + kInt4, 0}, {IP_MXFP4 + kMxfp4, 32}};
   const ip_clamped_gate gate = {1.7f, 0.5f};
+  const ip_gate_limits limits = {0.5f, INFINITY, 0.5f};
   for (auto &kind : kinds)
     for (int64_t inner : {37, 48}) {
       int64_t width = kind[0] == IP_BF16_REORDERABLE ? 530 : 33;
@@ -465,14 +470,33 @@ void experts() {
         Array<int64_t> ids(m * 2);
         Array<float> weights(m * 2);
         for (int64_t i = 0; i < 2 * m; i++) ids[i] = i % 4, weights[i] = 0.5f;
-        expect(ip_moe(ups.data(), downs.data(), 5, nullptr, x, width, m, ids, weights, 2, out) == 0, "experts");
-        expect(ip_moe(ups.data(), downs.data(), 5, &gate, x, width, m, ids, weights, 2, out) == 0, "clamped experts");
+        expect(ip_moe(ups.data(), downs.data(), 5, nullptr, nullptr, x, width, m, ids, weights, 2, out) == 0, "experts");
+        expect(ip_moe(ups.data(), downs.data(), 5, &gate, nullptr, x, width, m, ids, weights, 2, out) == 0, "clamped experts");
+        expect(ip_moe(ups.data(), downs.data(), 5, nullptr, &limits, x, width, m, ids, weights, 2, out) == 0, "limited experts");
         for (int64_t wrong : {-1, 5, 1 << 30}) {
           ids[2 * m - 1] = wrong;
-          expect(ip_moe(ups.data(), downs.data(), 5, nullptr, x, width, m, ids, weights, 2, out) == -1, "an expert that is none");
+          expect(ip_moe(ups.data(), downs.data(), 5, nullptr, nullptr, x, width, m, ids, weights, 2, out) == -1, "an expert that is none");
         }
       }
     }
+}
+
+template <class T>
+void hyper_connections(int32_t wide) {
+  for (int64_t streams : {1, 3, 4, 8})
+    for (int64_t width : {5, 37, 1100})
+      for (int64_t tokens : {1, 4, 7}) {
+        int64_t rows = streams * (streams + 2);
+        T x(tokens * streams * width), y(tokens * width), out(tokens * streams * width);
+        Array<float> fn(rows * streams * width), base(rows), scale(3), post(tokens * streams);
+        Array<float> mix(tokens * streams * streams);
+        ip_hyper hyper = {fn, base, scale, streams, width, 1e-6f, 1e-6f, 1e-6f, 20, 0, wide};
+        ip_hyper_pre(&hyper, x, tokens, y, post, mix);
+        ip_hyper_post(&hyper, y, x, post, mix, tokens, out);
+        hyper.iterations = 0, ip_hyper_pre(&hyper, x, tokens, y, post, mix);
+        ip_sinkhorn(mix, tokens, streams, 3, 1e-6f);
+        hyper.head = 1, ip_hyper_pre(&hyper, x, tokens, y, nullptr, nullptr);
+      }
 }
 
 void layers(int32_t stored) {
@@ -558,7 +582,11 @@ void latent_layers(int32_t stored) {
       ip_experts routed = {router.m, bias, ups.data(), backs.data(), 8, 3, 4, 2, 2.5f, 1, 1, 1, nullptr, 0.5f, 0.01f};
       Array<float> logits(5 * 8), shares(5 * 3);
       Array<int64_t> ids(5 * 3);
-      ip_route_experts(&routed, logits, 5, ids, shares);
+      for (int32_t score : {IP_SOFTMAX, IP_SQRT_SOFTPLUS, IP_SIGMOID}) {
+        routed.score = score;
+        ip_route_experts(&routed, logits, 5, ids, shares);
+        ip_weigh_experts(&routed, logits, 5, ids, shares);
+      }
       ip_layer dense = {{}, o.m, gate_up.m, down.m};
       dense.attn_norm = {n1, 1e-6f, 0}, dense.mlp_norm = {n2, 1e-6f, 0}, dense.rope = table, dense.heads = heads;
       dense.kv_heads = 1, dense.scale = 0.2f, dense.interleaved = 1, dense.latent = &lower;
@@ -755,6 +783,7 @@ int main() {
     wild_entries();
     row_by_row();
     experts();
+    hyper_connections<Bf16>(0), hyper_connections<Array<float>>(1);
     attention_over_4_bits(true), attention_over_4_bits(false);
     for (int32_t kind : {IP_KV_BF16, IP_KV_INT8, IP_KV_FP8}) {
       attention(kind);

@@ -16,8 +16,27 @@ inline int64_t argmax_index(const float *x, int64_t n) {
   return best;
 }
 
-// score[0 .. n] = the sigmoid of each of n logits if `sigmoid`, else their softmax.
-inline void expert_scores(const float *logits, int64_t n, int32_t sigmoid, float *score) {
+// sqrt(ln(1 + exp(x))) of each lane, to about 1e-7 of it; 0 below -174. With e = exp(-|x|) and s = e / (2 + e) it is
+// sqrt(max(x, 0) + 2 atanh(s)), by the series of atanh; far below 0 it is exp(x / 2) to that precision.
+inline Floats sqrt_softplus(Floats x) {
+  Floats e = vexp(x < 0.0f ? x : -x), s = e / (e + 2.0f), s2 = s * s;
+  Floats p = splat_floats(1.0f / 15);
+  for (int i = 13; i > 0; i -= 2) p = fma(p, s2, splat_floats(1.0f / i));
+  Floats soft = (x > 0.0f ? x : Floats{}) + 2.0f * s * p;
+  float roots[kRegisterLanes];
+  store(roots, soft);
+  for (float &root : roots) root = __builtin_sqrtf(root);
+  return x < -17.0f ? vexp(0.5f * x) : load<Floats>(roots);
+}
+
+// score[0 .. n] of n logits, as `kind`, one of ip_score, says.
+inline void expert_scores(const float *logits, int64_t n, int32_t kind, float *score) {
+  if (kind == IP_SQRT_SOFTPLUS) {
+    for (int64_t c = 0; c < n; c += kRegisterLanes)
+      store_floats(score + c, sqrt_softplus(load_floats(logits + c, n - c)), n - c);
+    return;
+  }
+  bool sigmoid = kind == IP_SIGMOID;
   float top = logits[argmax_index(logits, n)], all = 0;
   for (int64_t c = 0; c < n; c += kRegisterLanes) {
     Floats x = load_floats(logits + c, n - c);
@@ -52,12 +71,22 @@ inline void mask_other_groups(const ip_experts &x, float *choice) {
     if (!is_chosen[e / each]) choice[e] = -__builtin_inff();
 }
 
+// Writes the weights [x.top] of one token's experts `ids` from the scores of all: theirs times x.factor, divided by
+// max(their sum, x.least_sum) + x.sum_eps if x.renormalize. By the calling thread.
+inline void weigh_experts(const ip_experts &x, const float *score, const int64_t *ids, float *weights) {
+  float all = 0;
+  for (int64_t j = 0; j < x.top; j++) all += weights[j] = score[ids[j]];
+  if (all < x.least_sum) all = x.least_sum;
+  float by = x.renormalize ? x.factor / (all + x.sum_eps + 1e-20f) : x.factor;
+  for (int64_t j = 0; j < x.top; j++) weights[j] *= by;
+}
+
 // Writes the ids and weights [x.top] of one token's experts from its logits [x.experts]: the best ones by score plus
-// bias (of the best groups), best first; the lower id among equals. Weights are scores without bias times x.factor,
-// divided by max(their sum, x.least_sum) + x.sum_eps if x.renormalize. By the calling thread.
+// bias (of the best groups), best first; the lower id among equals. Weights are of scores without bias (`weigh_experts`).
+// By the calling thread.
 inline void route_token(const ip_experts &x, const float *logits, int64_t *ids, float *weights) {
-  float score[kMaxExperts], choice[kMaxExperts], all = 0;
-  expert_scores(logits, x.experts, x.sigmoid, score);
+  float score[kMaxExperts], choice[kMaxExperts];
+  expert_scores(logits, x.experts, x.score, score);
   for (int64_t e = 0; e < x.experts; e++) choice[e] = x.bias ? score[e] + x.bias[e] : score[e];
   if (x.groups > 1) mask_other_groups(x, choice);
   bool is_taken[kMaxExperts] = {};
@@ -66,11 +95,8 @@ inline void route_token(const ip_experts &x, const float *logits, int64_t *ids, 
     for (int64_t e = 0; e < x.experts; e++)
       if (!is_taken[e] && (best < 0 || choice[e] > choice[best])) best = e;
     is_taken[best] = true, ids[j] = best;
-    all += weights[j] = score[best];
   }
-  if (all < x.least_sum) all = x.least_sum;
-  float by = x.renormalize ? x.factor / (all + x.sum_eps + 1e-20f) : x.factor;
-  for (int64_t j = 0; j < x.top; j++) weights[j] *= by;
+  weigh_experts(x, score, ids, weights);
 }
 
 }  // namespace

@@ -30,6 +30,7 @@ struct MoeArgs {
   int64_t count;
   bf16 *hidden;  // [pairs, inner]
   float *results;  // [pairs, width]
+  ip_gate_limits limits = kNoLimits;  // of gates that are not clamped
 };
 
 // Reserves the memory that `plan_moe` and the products fill, in `s`, for moe.tokens tokens; the leading thread calls
@@ -77,7 +78,7 @@ inline void clamp_gate(const float *pairs, int64_t n, const ip_clamped_gate &by,
 }
 
 // moe.hidden [pairs, inner] = the gated result of every pair (token * top + choice), with its expert's gate_up:
-// silu(x gate^T) * (x up^T), or as moe.clamped says. Every thread of the team calls it; complete after the next
+// silu(x gate^T) * (x up^T) within moe.limits, or as moe.clamped says. Every thread of the team calls it; complete after the next
 // `barrier`.
 inline void moe_gate_up(Team &team, const MoeArgs &moe) {
   int64_t laid_task = -1, laid_token = -1;  // a token that is alone with several experts is laid out once
@@ -122,7 +123,9 @@ inline void moe_gate_up(Team &team, const MoeArgs &moe) {
         bf16 *to = moe.hidden + moe.order[t.first + i] * moe.inner + j;
         add_bias(w, j, n, gate + i * ld), add_bias(w, moe.inner + j, n, up + i * ld);
         for (int64_t c = 0; c < n; c += kRegisterLanes)
-          store_floats(to + c, silu(load_floats(gate + i * ld + c, n - c)) * load_floats(up + i * ld + c, n - c),
+          store_floats(to + c,
+                       multiply_gate(load_floats(gate + i * ld + c, n - c), load_floats(up + i * ld + c, n - c), IP_SILU,
+                                     moe.limits),
                        n - c);
       }
     }

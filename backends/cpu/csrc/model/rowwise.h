@@ -34,10 +34,22 @@ inline void rms_norm_row_after(const ip_norm &after, const bf16 *x, const bf16 *
   rms_norm_row(x, r, norm, d, s, y);
 }
 
-// y[c] = f(gate[c]) * up[c], for d entries; f is one of ip_activation.
-inline void activation_mul_row(const bf16 *gate, const bf16 *up, int64_t d, int32_t f, bf16 *y) {
+constexpr ip_gate_limits kNoLimits = {__builtin_inff(), __builtin_inff(), __builtin_inff()};
+
+// f(gate) * up of each lane within limits; f is one of ip_activation. NaN stays NaN.
+inline Floats multiply_gate(Floats gate, Floats up, int32_t f, const ip_gate_limits &limits) {
+  gate = gate > limits.input ? splat_floats(limits.input) : gate;
+  up = up > limits.other ? splat_floats(limits.other) : up;
+  up = up < -limits.other ? splat_floats(-limits.other) : up;
+  Floats activated = activate(gate, f);
+  return (activated > limits.output ? splat_floats(limits.output) : activated) * up;
+}
+
+// y[c] = f(gate[c]) * up[c] within limits, for d entries; f is one of ip_activation.
+inline void activation_mul_row(const bf16 *gate, const bf16 *up, int64_t d, int32_t f, const ip_gate_limits &limits,
+                               bf16 *y) {
   for (int64_t c = 0; c < d; c += kRegisterLanes)
-    store_floats(y + c, activate(load_floats(gate + c, d - c), f) * load_floats(up + c, d - c), d - c);
+    store_floats(y + c, multiply_gate(load_floats(gate + c, d - c), load_floats(up + c, d - c), f, limits), d - c);
 }
 
 // y = one head of `dim` entries, rotated. `table` holds the cosines, then the sines of the head's position, dim / 2
@@ -116,9 +128,10 @@ inline void rms_norm(Team &team, const ip_norm &after, const bf16 *x, int64_t ld
 
 // y [m, d] = `activation_mul_row` of m rows [gate | up] of 2 d entries, which are ldx apart. Every thread of the team
 // calls it; complete after the next `barrier`.
-inline void activation_mul(Team &team, const bf16 *x, int64_t ldx, int64_t m, int64_t d, int32_t f, bf16 *y) {
+inline void activation_mul(Team &team, const bf16 *x, int64_t ldx, int64_t m, int64_t d, int32_t f,
+                           const ip_gate_limits &limits, bf16 *y) {
   team.for_each_chunk(m, 1, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; i++) activation_mul_row(x + i * ldx, x + i * ldx + d, d, f, y + i * d);
+    for (int64_t i = first; i < last; i++) activation_mul_row(x + i * ldx, x + i * ldx + d, d, f, limits, y + i * d);
   });
 }
 

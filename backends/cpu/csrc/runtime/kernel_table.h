@@ -32,6 +32,10 @@ struct KernelTable {
   decltype(&ip_recurrent_block) recurrent_block;
   decltype(&ip_index_select) index_select;
   decltype(&ip_sparse_mla) sparse_mla;
+  decltype(&ip_weigh_experts) weigh_experts;
+  decltype(&ip_hyper_pre) hyper_pre;
+  decltype(&ip_hyper_post) hyper_post;
+  decltype(&ip_sinkhorn) sinkhorn;
 };
 
 extern const KernelTable table_avx2, table_avx512, table_avx512_bf16, table_amx;

@@ -190,6 +190,7 @@ typedef F32x16 Floats;
 typedef I32x16 Ints;
 inline Floats load_floats(const bf16 *p) { return load_f32x16(p); }
 inline Floats load_floats(const bf16 *p, int64_t n) { return load_f32x16(p, n); }
+inline Floats load_floats(const float *p) { return load<Floats>(p); }
 inline Floats load_floats(const float *p, int64_t n) { return load_f32x16(p, n); }
 inline void store_floats(bf16 *p, Floats v) { store_bf16x16(p, v); }
 inline void store_floats(bf16 *p, Floats v, int64_t n) { store_bf16x16(p, v, n); }
@@ -209,6 +210,7 @@ inline Floats load_floats(const bf16 *p, int64_t n) {
   memcpy(part, p, (size_t)n * sizeof(bf16));
   return load_floats(part);
 }
+inline Floats load_floats(const float *p) { return load<Floats>(p); }
 inline Floats load_floats(const float *p, int64_t n) {
   if (n >= kRegisterLanes) return load<Floats>(p);
   Floats v = {};

@@ -64,6 +64,7 @@ enum RecurrentSlot {
   // their scales and block tables.
   kIndexTasks, kIndexLanes, kIndexWeights, kIndexScores, kIndexOrders,
   kGatheredEntries, kGatheredScales, kGatheredTables,
+  kHyperSums,  // hyper-connections: products and sums of squares of tokens
   kWorkspaces
 };
 

@@ -9,6 +9,7 @@ from inferplane.plugin import Kernel
 from inferplane_cpu.kernels import (
     attention,
     compressed_attention,
+    hyper,
     layer,
     linear,
     model,
@@ -32,6 +33,7 @@ def kernels() -> list[Kernel]:
         *sparse_attention.KERNELS,
         *compressed_attention.KERNELS,
         *moe.KERNELS,
+        *hyper.KERNELS,
         *recurrent.KERNELS,
         *recurrent_block.KERNELS,
         *layer.KERNELS,

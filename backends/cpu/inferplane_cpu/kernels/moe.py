@@ -13,6 +13,8 @@ from inferplane.kernels.composed.moe import clamped_experts as clamped_experts_t
 from inferplane.kernels.composed.moe import moe_experts as moe_experts_torch
 from inferplane.kernels.composed.moe import moe_route as moe_route_torch
 from inferplane.kernels.fused.needs import ALL_EXPERTS_LOCAL
+from inferplane.ops import HashRoute
+from inferplane.ops.moe import SQRT_SOFTPLUS
 from inferplane.plugin import PLAIN, RANK_PORTABLE, KernelError, Kernels, When
 from inferplane_cpu.kernels.linear import INT8_ACTIVATIONS, RANK_BATCH_INVARIANT, fits_int8_sums
 from inferplane_cpu.kernels.narrow_inputs import NARROW_INPUTS
@@ -25,7 +27,8 @@ from inferplane_cpu.kernels.packing import (
     prepare_any_order,
 )
 from inferplane_cpu.kernels.panel_storage import MXFP4_PACKING, PACKING
-from inferplane_cpu.native import current_instruction_set, library
+from inferplane_cpu.kernels.rowwise import gate_limits
+from inferplane_cpu.native import SCORES, current_instruction_set, library
 from inferplane_cpu.structs import ClampedGate, Experts
 
 KERNELS = Kernels()
@@ -52,12 +55,14 @@ ROUTE = When(
     (torch.bfloat16,),
     features=("native",),
     needs=(("a float32 bias of at most 1,024 experts", _has_routing_bias),),
-    extensions=("moe_route.least_sum", "moe_route.sum_eps"),
+    extensions=("moe_route.least_sum", "moe_route.sum_eps", SQRT_SOFTPLUS),
 )
+HASH_ROUTE = When((torch.bfloat16,), features=("native",))
+LIMITS = ("moe_experts.limit", "moe_experts.limits_input")
 NEEDS = (("bfloat16 weights", _has_bf16_weights), ALL_EXPERTS_LOCAL)
-STORED = When((torch.bfloat16,), (PLAIN, "fp8_block"), features=("native",), needs=NEEDS)
+STORED = When((torch.bfloat16,), (PLAIN, "fp8_block"), features=("native",), needs=NEEDS, extensions=LIMITS)
 CLAMPED = When((torch.bfloat16,), features=("native",), needs=NEEDS)
-PACKED = When((torch.bfloat16,), PANEL_FORMATS, features=("native",), needs=NEEDS)
+PACKED = When((torch.bfloat16,), PANEL_FORMATS, features=("native",), needs=NEEDS, extensions=LIMITS)
 INT8_ROW_WEIGHTS = When(
     (torch.bfloat16,),
     INT8_ROW_FORMATS,
@@ -66,6 +71,7 @@ INT8_ROW_WEIGHTS = When(
         *NEEDS,
         (f"at most {MAX_INT8_COLUMNS} columns", lambda op: fits_int8_sums(op.gate_up) and fits_int8_sums(op.down)),
     ),
+    extensions=LIMITS,
 )
 STACKS = {"gate_up": PACKING, "down": PACKING}
 MXFP4_STACKS = dict.fromkeys(STACKS, MXFP4_PACKING)
@@ -84,7 +90,8 @@ CLAMPED_MXFP4 = _in_formats(("mxfp4",), "MXFP4")
 class NativeExperts:
     """Experts of op `moe_experts` or `clamped_experts` as the library reads them.
 
-    Attributes: `gate_up` and `down`, arrays of `Matrix`; `clamped`, the address of a `ClampedGate`, or None.
+    Attributes: `gate_up` and `down`, arrays of `Matrix`; `clamped`, the address of a `ClampedGate`, or None; `limits`,
+    a `GateLimits`, or None.
 
     Args:
         view: of the experts' site.
@@ -96,6 +103,7 @@ class NativeExperts:
         self.down = adapt_matrices(adapt, view.down, getattr(view, "down_bias", None))
         self._gate = ClampedGate(view.alpha, view.limit) if hasattr(view, "alpha") else None
         self.clamped = None if self._gate is None else ctypes.addressof(self._gate)
+        self.limits = gate_limits(view) if hasattr(view, "limits_input") else None
 
 
 def _describe(view: Any) -> NativeExperts:
@@ -123,6 +131,7 @@ def _experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tenso
         experts.down,
         len(experts.gate_up),
         experts.clamped,
+        experts.limits,
         x.data_ptr(),
         x.stride(0),
         x.shape[0],
@@ -233,7 +242,7 @@ def describe_routing(view: Any, experts: int) -> Experts:
     """What `ip_route_experts` reads of a site's `moe_route`."""
     made = Experts(experts=experts, top=view.top_k, groups=view.groups, top_groups=view.top_groups, factor=view.factor)
     made.bias = None if view.bias is None else view.bias.data_ptr()
-    made.sigmoid, made.best_two = view.score == "sigmoid", view.group_score == "top2"
+    made.score, made.best_two = SCORES[view.score], view.group_score == "top2"
     made.renormalize, made.least_sum, made.sum_eps = view.renormalize, view.least_sum, view.sum_eps
     return made
 
@@ -249,3 +258,26 @@ def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     weights, ids = torch.empty(rows, view.top_k), torch.empty(rows, view.top_k, dtype=torch.int64)
     library().ip_route_experts(found, logits.data_ptr(), rows, ids.data_ptr(), weights.data_ptr())
     return weights, ids
+
+
+def _describe_hash_routing(view: Any, experts: int) -> Experts:
+    return Experts(
+        experts=experts,
+        top=view.table.shape[1],
+        factor=view.factor,
+        score=SCORES[view.score],
+        renormalize=view.renormalize,
+    )
+
+
+@KERNELS("hash_route", "native", when=HASH_ROUTE, rank=RANK_PORTABLE, batch_invariant=True)
+def hash_route(view: Any, logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The table by torch, weights as `moe_route` computes them; all by torch for more experts than that takes."""
+    rows, experts = logits.shape
+    if experts > MAX_EXPERTS:
+        return HashRoute.__call__(view, logits, ids)
+    found = view.once("inferplane_cpu.routing", _describe_hash_routing, view, experts)
+    chosen = view.table[ids].long() % experts
+    logits, weights = logits.float().contiguous(), torch.empty(chosen.shape)
+    library().ip_weigh_experts(found, logits.data_ptr(), rows, chosen.data_ptr(), weights.data_ptr())
+    return weights, chosen

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from inferplane.plugin import RANK_PORTABLE, Kernels, When
 from inferplane_cpu.native import ACTIVATIONS, library
-from inferplane_cpu.structs import Norm
+from inferplane_cpu.structs import GateLimits, Norm
 
 KERNELS = Kernels()
 
@@ -33,6 +34,7 @@ ACTIVATION = When(
     dtypes=(torch.bfloat16,),
     features=("native",),
     needs=(("silu, gelu, gelu_tanh or relu2", lambda op: op.function in ACTIVATIONS),),
+    extensions=("activation_mul.limit", "activation_mul.limits_input"),
 )
 ROPE = When(dtypes=(torch.bfloat16,), features=("native",), needs=(("a float32 table", _has_float32_table),))
 
@@ -45,6 +47,13 @@ def native_norm(norm: Any) -> Norm:
 def activation_of(act: Any) -> int:
     """The activation function of an op `silu_mul` or `activation_mul`, one of `ACTIVATIONS`."""
     return ACTIVATIONS[getattr(act, "function", "silu")]
+
+
+def gate_limits(op: Any) -> GateLimits | None:
+    """The limits of an op `activation_mul` or `moe_experts` as the library reads them; None if it has none."""
+    if op.limit is None:
+        return None
+    return GateLimits(*((op.limit, math.inf) if op.limits_input else (math.inf, op.limit)), op.limit)
 
 
 def _as_rows(x: torch.Tensor) -> torch.Tensor:
@@ -92,24 +101,25 @@ def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> t
     return y, s
 
 
-def _activation_mul(function: int, x: torch.Tensor) -> torch.Tensor:
+def _activation_mul(function: int, limits: GateLimits | None, x: torch.Tensor) -> torch.Tensor:
     rows = _as_rows(x)
     m, d = rows.shape[0], rows.shape[1] // 2
     y = torch.empty(*x.shape[:-1], d, dtype=x.dtype)
-    library().ip_activation_mul(rows.data_ptr(), rows.stride(0), m, d, function, y.data_ptr())
+    library().ip_activation_mul(rows.data_ptr(), rows.stride(0), m, d, function, limits, y.data_ptr())
     return y
 
 
 @KERNELS("silu_mul", "native", when=BF16, rank=RANK_PORTABLE, batch_invariant=True)
 def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
     """In float32, rounded once."""
-    return _activation_mul(ACTIVATIONS["silu"], x)
+    return _activation_mul(ACTIVATIONS["silu"], None, x)
 
 
 @KERNELS("activation_mul", "native", when=ACTIVATION, rank=RANK_PORTABLE, batch_invariant=True)
 def activation_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
     """In float32, rounded once."""
-    return _activation_mul(ACTIVATIONS[view.function], x)
+    limits = view.once("inferplane_cpu.limits", gate_limits, view)
+    return _activation_mul(ACTIVATIONS[view.function], limits, x)
 
 
 @KERNELS("rope", "native", when=ROPE, rank=RANK_PORTABLE, batch_invariant=True)
