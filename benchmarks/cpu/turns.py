@@ -93,13 +93,13 @@ class Probe:
         begin = ctypes.addressof(ctypes.c_char.from_buffer(self._room))
         self._begin = -(-begin // HUGE) * HUGE
 
-    def __call__(self):
-        """Read bandwidth of all threads in GB/s, the best of three."""
+    def __call__(self, clock=time.perf_counter):
+        """Read bandwidth of all threads in GB/s by this clock, the best of three."""
         best = float("inf")
         for _ in range(3):
-            start = time.perf_counter()
+            start = clock()
             library().ip_read_memory(self._begin, PROBE_BYTES)
-            best = min(best, time.perf_counter() - start)
+            best = min(best, clock() - start)
         return PROBE_BYTES / best / 1e9
 
 

@@ -220,8 +220,8 @@ void ip_route_experts(const ip_experts *x, const float *logits, int64_t m, int64
   kernels().route_experts(x, logits, m, ids, weights);
 }
 
-void ip_weigh_experts(const ip_experts *x, const float *logits, int64_t m, const int64_t *ids, float *weights) {
-  kernels().weigh_experts(x, logits, m, ids, weights);
+void ip_expert_weights(const ip_experts *x, const float *logits, int64_t m, const int64_t *ids, float *weights) {
+  kernels().expert_weights(x, logits, m, ids, weights);
 }
 
 void ip_hyper_pre(const ip_hyper *hyper, const void *x, int64_t tokens, void *y, float *post, float *mix) {

@@ -153,7 +153,7 @@ int ip_moe(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts, con
 void ip_route_experts(const ip_experts *x, const float *logits, int64_t m, int64_t *ids, float *weights);
 
 // Writes weights [m, top] as ip_route_experts does, of experts that are given: ids [m, top], each of 0 .. experts - 1.
-void ip_weigh_experts(const ip_experts *x, const float *logits, int64_t m, const int64_t *ids, float *weights);
+void ip_expert_weights(const ip_experts *x, const float *logits, int64_t m, const int64_t *ids, float *weights);
 
 // -- hyper-connections
 

@@ -200,14 +200,14 @@ void route_experts_entry(const ip_experts *x, const float *logits, int64_t m, in
   });
 }
 
-// `ip_weigh_experts`: weights [m, top] of experts that are given.
-void weigh_experts_entry(const ip_experts *x, const float *logits, int64_t m, const int64_t *ids, float *weights) {
+// `ip_expert_weights`: weights [m, top] of experts that are given.
+void expert_weights_entry(const ip_experts *x, const float *logits, int64_t m, const int64_t *ids, float *weights) {
   run_on_team(m * x->experts, [&](Team &team) {
     team.for_each_chunk(m, 4, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; i++) {
-        float score[kMaxExperts];
+        float *score = workspace(kRouterLogits)->reserve<float>(x->experts);
         expert_scores(logits + i * x->experts, x->experts, x->score, score);
-        weigh_experts(*x, score, ids + i * x->top, weights + i * x->top);
+        expert_weights(*x, score, ids + i * x->top, weights + i * x->top);
       }
     });
   });
@@ -377,4 +377,4 @@ extern const KernelTable ISA_TABLE = {
     mla_entry,        moe_entry,      route_experts_entry,  decoder_layer_entry,   decoder_layers_entry,
     model_step_entry, sample_entry,   read_memory_entry,    causal_conv1d_entry,   delta_rule_gates_entry,
     gated_delta_rule_entry, gated_norm_entry, selective_scan_entry, recurrent_block_entry,
-    index_select_entry, sparse_mla_entry, weigh_experts_entry, hyper_pre_entry, hyper_post_entry, sinkhorn_entry};
+    index_select_entry, sparse_mla_entry, expert_weights_entry, hyper_pre_entry, hyper_post_entry, sinkhorn_entry};

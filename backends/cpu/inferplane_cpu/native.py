@@ -114,7 +114,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_selective_scan": (None, POINTER(Scan), _SEQUENCES, _P, _P, _I, _P, _P, _P),
     "ip_recurrent_block": (None, POINTER(Mixer), _SEQUENCES, _P, _P, _P, _P),
     "ip_route_experts": (None, POINTER(Experts), _P, _I, _P, _P),
-    "ip_weigh_experts": (None, POINTER(Experts), _P, _I, _P, _P),
+    "ip_expert_weights": (None, POINTER(Experts), _P, _I, _P, _P),
     "ip_hyper_pre": (None, POINTER(Hyper), _P, _I, _P, _P, _P),
     "ip_hyper_post": (None, POINTER(Hyper), _P, _P, _P, _P, _I, _P),
     "ip_sinkhorn": (None, _P, _I, _I, _I, c_float),

@@ -585,7 +585,7 @@ void latent_layers(int32_t stored) {
       for (int32_t score : {IP_SOFTMAX, IP_SQRT_SOFTPLUS, IP_SIGMOID}) {
         routed.score = score;
         ip_route_experts(&routed, logits, 5, ids, shares);
-        ip_weigh_experts(&routed, logits, 5, ids, shares);
+        ip_expert_weights(&routed, logits, 5, ids, shares);
       }
       ip_layer dense = {{}, o.m, gate_up.m, down.m};
       dense.attn_norm = {n1, 1e-6f, 0}, dense.mlp_norm = {n2, 1e-6f, 0}, dense.rope = table, dense.heads = heads;

@@ -73,7 +73,7 @@ inline void mask_other_groups(const ip_experts &x, float *choice) {
 
 // Writes the weights [x.top] of one token's experts `ids` from the scores of all: theirs times x.factor, divided by
 // max(their sum, x.least_sum) + x.sum_eps if x.renormalize. By the calling thread.
-inline void weigh_experts(const ip_experts &x, const float *score, const int64_t *ids, float *weights) {
+inline void expert_weights(const ip_experts &x, const float *score, const int64_t *ids, float *weights) {
   float all = 0;
   for (int64_t j = 0; j < x.top; j++) all += weights[j] = score[ids[j]];
   if (all < x.least_sum) all = x.least_sum;
@@ -82,7 +82,7 @@ inline void weigh_experts(const ip_experts &x, const float *score, const int64_t
 }
 
 // Writes the ids and weights [x.top] of one token's experts from its logits [x.experts]: the best ones by score plus
-// bias (of the best groups), best first; the lower id among equals. Weights are of scores without bias (`weigh_experts`).
+// bias (of the best groups), best first; the lower id among equals. Weights are of scores without bias (`expert_weights`).
 // By the calling thread.
 inline void route_token(const ip_experts &x, const float *logits, int64_t *ids, float *weights) {
   float score[kMaxExperts], choice[kMaxExperts];
@@ -96,7 +96,7 @@ inline void route_token(const ip_experts &x, const float *logits, int64_t *ids, 
       if (!is_taken[e] && (best < 0 || choice[e] > choice[best])) best = e;
     is_taken[best] = true, ids[j] = best;
   }
-  weigh_experts(x, score, ids, weights);
+  expert_weights(x, score, ids, weights);
 }
 
 }  // namespace

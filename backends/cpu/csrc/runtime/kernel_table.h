@@ -32,7 +32,7 @@ struct KernelTable {
   decltype(&ip_recurrent_block) recurrent_block;
   decltype(&ip_index_select) index_select;
   decltype(&ip_sparse_mla) sparse_mla;
-  decltype(&ip_weigh_experts) weigh_experts;
+  decltype(&ip_expert_weights) expert_weights;
   decltype(&ip_hyper_pre) hyper_pre;
   decltype(&ip_hyper_post) hyper_post;
   decltype(&ip_sinkhorn) sinkhorn;

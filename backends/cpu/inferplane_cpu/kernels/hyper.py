@@ -31,7 +31,10 @@ POST = When(ANY.dtypes, features=ANY.features, needs=(STREAMS,))
 PRE = When(
     ANY.dtypes,
     features=ANY.features,
-    needs=tuple((said, lambda op, holds=holds: holds(op.collapse)) for said, holds in COLLAPSE.needs),
+    needs=(
+        (STREAMS[0], lambda op: _has_few_streams(op.collapse)),
+        (FLOAT32[0], lambda op: _has_float32_weights(op.collapse)),
+    ),
     extensions=("hyper_collapse", "sinkhorn"),
 )
 

@@ -13,8 +13,6 @@ from inferplane.kernels.composed.moe import clamped_experts as clamped_experts_t
 from inferplane.kernels.composed.moe import moe_experts as moe_experts_torch
 from inferplane.kernels.composed.moe import moe_route as moe_route_torch
 from inferplane.kernels.fused.needs import ALL_EXPERTS_LOCAL
-from inferplane.ops import HashRoute
-from inferplane.ops.moe import SQRT_SOFTPLUS
 from inferplane.plugin import PLAIN, RANK_PORTABLE, KernelError, Kernels, When
 from inferplane_cpu.kernels.linear import INT8_ACTIVATIONS, RANK_BATCH_INVARIANT, fits_int8_sums
 from inferplane_cpu.kernels.narrow_inputs import NARROW_INPUTS
@@ -55,7 +53,7 @@ ROUTE = When(
     (torch.bfloat16,),
     features=("native",),
     needs=(("a float32 bias of at most 1,024 experts", _has_routing_bias),),
-    extensions=("moe_route.least_sum", "moe_route.sum_eps", SQRT_SOFTPLUS),
+    extensions=("moe_route.least_sum", "moe_route.sum_eps", "moe_route.sqrtsoftplus"),
 )
 HASH_ROUTE = When((torch.bfloat16,), features=("native",))
 LIMITS = ("moe_experts.limit", "moe_experts.limits_input")
@@ -272,12 +270,10 @@ def _describe_hash_routing(view: Any, experts: int) -> Experts:
 
 @KERNELS("hash_route", "native", when=HASH_ROUTE, rank=RANK_PORTABLE, batch_invariant=True)
 def hash_route(view: Any, logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The table by torch, weights as `moe_route` computes them; all by torch for more experts than that takes."""
+    """The table by torch, weights as `moe_route` computes them."""
     rows, experts = logits.shape
-    if experts > MAX_EXPERTS:
-        return HashRoute.__call__(view, logits, ids)
     found = view.once("inferplane_cpu.routing", _describe_hash_routing, view, experts)
     chosen = view.table[ids].long() % experts
     logits, weights = logits.float().contiguous(), torch.empty(chosen.shape)
-    library().ip_weigh_experts(found, logits.data_ptr(), rows, chosen.data_ptr(), weights.data_ptr())
+    library().ip_expert_weights(found, logits.data_ptr(), rows, chosen.data_ptr(), weights.data_ptr())
     return weights, chosen

@@ -136,3 +136,16 @@ def test_scores_over_all_logits(name):
     assert torch.equal(chosen, torch.arange(541)[None])
     assert torch.equal(weights, own.gather(1, ids))
     assert ((own - want).abs() <= 1e-6 * want).all()
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("score", ["sqrtsoftplus", "sigmoid", "softmax"])
+def test_tables_of_more_experts_than_a_router_chooses_from(score, name):
+    table = torch.randint(0, 5000, (7, 3), generator=draw(8), dtype=torch.int32)
+    op, logits = HashRoute(table, score, factor=2.5), torch.randn(9, 1500, generator=draw(9))
+    ids = torch.arange(9) % 7
+    with use_instruction_set(name):
+        got = hash_route(op, logits, ids)
+    want = op(logits, ids)
+    assert torch.equal(got[1], want[1])
+    assert torch.allclose(got[0], want[0], rtol=1e-5, atol=0)
