@@ -189,10 +189,12 @@ def test_an_expert_that_is_none_is_refused_and_named(format, rows, wrong):
     draw = torch.Generator().manual_seed(3)
     gate_up, down = torch.randn(4, 64, 128, generator=draw), torch.randn(4, 128, 32, generator=draw)
     if format == "plain":
-        site = View(gate_up=gate_up.bfloat16(), down=down.bfloat16(), act="", limit=None, prepared=None)
+        site = View(
+            gate_up=gate_up.bfloat16(), down=down.bfloat16(), act="", limit=None, limits_input=False, prepared=None
+        )
     else:
         panels = (Panels(encode(matrices, format)) for matrices in (gate_up, down))
-        site = View(gate_up=next(panels), down=next(panels), act="", limit=None, prepared=None)
+        site = View(gate_up=next(panels), down=next(panels), act="", limit=None, limits_input=False, prepared=None)
     x, weights = torch.randn(rows, 128, generator=draw).bfloat16(), torch.rand(rows, 2, generator=draw)
     ids = torch.randint(0, 4, (rows, 2), generator=draw)
     moe_experts(site, x, weights, ids)
