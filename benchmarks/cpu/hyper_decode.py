@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Decode steps of DeepSeek-V4-Flash's layers on the cpu against what reading their weights and cache takes.
 
-    python benchmarks/cpu/hyper_decode.py                                 # 4,096 tokens, 3 layers, 16 experts, 3 GB
+    python benchmarks/cpu/hyper_decode.py                                 # 4,096 tokens, 3 layers, 16 experts
     OMP_NUM_THREADS=1 python benchmarks/cpu/hyper_decode.py --cpu-clock   # one thread on a machine that others use
 
 Layers are V4-Flash's from its third on, in int8; of 256 experts there are fewer, of which each token takes 6. Caches
@@ -35,7 +35,7 @@ from shapes import add_clock, clock_name
 BAR = 0.75
 REPEATS = 3
 FIRST = 2
-"""The layer from which on layers are taken: the first one with a router beside it, and one whose entries are chosen."""
+"""The layer from which on layers are taken: the last one whose experts a table names; the next one chooses entries."""
 BY_LAYER = ("layer_types", "mlp_layer_types")
 
 
