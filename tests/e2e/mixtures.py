@@ -6,6 +6,7 @@ import random
 
 import torch
 
+from inferplane import LLM, SamplingParams
 from inferplane.engine.runner.model_runner import Runner
 from inferplane.kvcache import StatePool, blocks_held
 from inferplane.types import StateCache, StateSlots
@@ -13,6 +14,27 @@ from inferplane.types.batch import FEW_TOKENS, Query, make_batch
 
 COUNTS = (1, 1, 2, 7, 8, 9, 20, 40)
 """Tokens of a sequence in a step."""
+
+
+def check_same_answers(
+    llm: LLM, every: list[list[int]], params: list[SamplingParams], alone: list[list[int]], *, preempts: bool
+) -> dict[str, float]:
+    """Prompts together, then in another order with prefixes in the cache, get the tokens that each gets alone, and
+    nothing stays in use; the engine's counters.
+
+    Args:
+        preempts: the cache holds so few blocks that sequences are preempted; else prefixes must have been found.
+    """
+    order = list(range(len(every)))
+    for again in range(2):
+        got = llm.generate([every[i] for i in order], [params[i] for i in order])
+        assert [r.token_ids for r in got] == [alone[i] for i in order], again
+        random.Random(again).shuffle(order)
+    stats = llm.engine.stats()
+    assert stats["num_preemptions_total" if preempts else "prefix_cache_hits_total"] > 0
+    assert llm.engine.pools.used == 0
+    llm.engine.pools.check()
+    return stats
 
 
 def ragged(runner: Runner, many: list[list[int]]) -> tuple[list[torch.Tensor], set[tuple[str, bool, bool]]]:

@@ -6,7 +6,6 @@ Its layers are two with all tokens and six with a window of 13, so a sequence ha
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
 from functools import partial
 
@@ -19,6 +18,7 @@ from inferplane.engine.runner import planned_model
 from inferplane.engine.runner.estimate import estimate
 from inferplane.kvcache import single_table
 from tests.e2e.drafters import eagle_head, noisy_copy
+from tests.e2e.mixtures import check_same_answers
 from tests.e2e.tiny_models import config_of, prompts, random_model
 
 WINDOW = 13
@@ -113,17 +113,8 @@ def test_same_answer(case, folders, alone, monkeypatch):
         assert llm.engine.scheduler.tables.windows == (None, *[WINDOW] * (3 if pools == 1 else 1))
         assert len(llm.engine.pools.pools) == pools
         every, params = requests()
-        order = list(range(len(every)))
-        for again in range(2):  # later in another order, and with prefixes in the cache
-            got = llm.generate([every[i] for i in order], [params[i] for i in order])
-            assert [r.token_ids for r in got] == [alone[i] for i in order], (case, again)
-            random.Random(again).shuffle(order)
-        stats = llm.engine.stats()
-        assert not blocks or stats["num_preemptions_total"] > 0
-        assert blocks or stats["prefix_cache_hits_total"] > 0
+        stats = check_same_answers(llm, every, params, alone, preempts=bool(blocks))
         assert spec is None or stats["spec_decode_num_draft_tokens_total"] > 0
-        assert llm.engine.pools.used == 0
-        llm.engine.pools.check()
 
 
 def test_estimate_and_engine_divide_a_budget_alike(folders, monkeypatch):

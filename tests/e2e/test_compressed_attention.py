@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
 from inferplane import LLM, SamplingParams
 from inferplane.engine.runner.estimate import estimate
 from inferplane.types import CompressedCache
+from tests.e2e.mixtures import check_same_answers
 from tests.e2e.tiny_models import prompts
 from tests.families.cases import make
 
@@ -74,17 +73,8 @@ def test_same_answer(case, folder, alone):
         windows = llm.engine.scheduler.tables.windows
         assert sorted((w or 0) for w in windows) == [0, 8, 20, 64] and len(llm.engine.pools.pools) == 4
         every, params = requests()
-        order = list(range(len(every)))
-        for again in range(2):  # later in another order, and with prefixes in the cache
-            got = llm.generate([every[i] for i in order], [params[i] for i in order])
-            assert [r.token_ids for r in got] == [alone[i] for i in order], (case, again)
-            random.Random(again).shuffle(order)
-        stats = llm.engine.stats()
-        assert not blocks or stats["num_preemptions_total"] > 0
-        assert blocks or stats["prefix_cache_hits_total"] > 0
+        stats = check_same_answers(llm, every, params, alone, preempts=bool(blocks))
         assert "speculative_config" not in options or stats["spec_decode_num_draft_tokens_total"] > 0
-        assert llm.engine.pools.used == 0
-        llm.engine.pools.check()
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8", "int4"])

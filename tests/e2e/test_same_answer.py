@@ -8,6 +8,7 @@ import torch
 
 from inferplane import LLM, SamplingParams
 from tests.e2e.drafters import eagle_head, noisy_copy, with_mtp
+from tests.e2e.mixtures import check_same_answers
 from tests.e2e.tiny_models import config_of, deepseek_config, llama_config, prompts, random_model
 
 LENGTHS = (40, 7, 23, 1, 33, 12, 40, 18)
@@ -95,21 +96,12 @@ def test_same_answer(model, case, folders, alone):
         options["kv_cache_bytes"] = bytes_for(folders[model], room, options.get("speculative_config"))
     with LLM(folders[model], device="cpu", dtype="float32", max_model_len=64, **options) as llm:
         every, params = asked()
-        order = list(range(len(every)))
-        for again in range(2):  # the second time in another order, and with prefixes in the cache
-            got = llm.generate([every[i] for i in order], [params[i] for i in order])
-            assert [r.token_ids for r in got] == [alone[model][i] for i in order], (case, again)
-            random.Random(again).shuffle(order)
-        stats = llm.engine.stats()
-        assert room is None or stats["num_preemptions_total"] > 0
-        assert room or stats["prefix_cache_hits_total"] > 0
+        stats = check_same_answers(llm, every, params, alone[model], preempts=room is not None)
         if "speculative_config" in options:
             assert stats["spec_decode_num_draft_tokens_total"] > 0
             assert spec != DRAFT or stats["spec_decode_num_accepted_tokens_total"] > 0
         if options.get("async_scheduling") == "on" and "speculative_config" not in options:
             assert stats["overlapped_steps_total"] > 10
-        assert llm.engine.pools.used == 0
-        llm.engine.pools.check()
 
 
 def bytes_for(folder, sequences, speculative):

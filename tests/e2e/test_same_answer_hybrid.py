@@ -10,6 +10,7 @@ import pytest
 from inferplane import LLM, SamplingParams
 from inferplane.kvcache import blocks_held
 from tests.e2e.drafters import noisy_copy
+from tests.e2e.mixtures import check_same_answers
 from tests.e2e.tiny_models import llama_config, prompts, random_model
 from tests.families.cases import CASES as FAMILY_CASES
 from tests.families.cases import make
@@ -84,14 +85,7 @@ def test_same_answer(model, case, folders, alone):
         every, params = requests()
         if script:
             draft_by_script(llm, script, every, alone[model])
-        order = list(range(len(every)))
-        for again in range(2):  # the second time in another order, and with prefixes in the cache
-            got = llm.generate([every[i] for i in order], [params[i] for i in order])
-            assert [r.token_ids for r in got] == [alone[model][i] for i in order], again
-            random.Random(again).shuffle(order)
-        stats = llm.engine.stats()
-        assert not room or stats["num_preemptions_total"] > 0
-        assert room or stats["prefix_cache_hits_total"] > 0
+        stats = check_same_answers(llm, every, params, alone[model], preempts=bool(room))
         drafts, accepted = (stats.get(f"spec_decode_num_{kind}_tokens_total", 0) for kind in ("draft", "accepted"))
         assert drafts > accepted > 0 if script else spec is None or drafts > 0
         check_nothing_is_lost(llm)

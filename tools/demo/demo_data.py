@@ -110,6 +110,14 @@ class Dataset:
         return cls(files, tok, encode(train), encode(held), sum(len(t.encode()) for t in held))
 
 
+def dataset_of(folder: Path) -> Dataset:
+    """The text under the tokenizer of a demo model's folder."""
+    from tokenizers import Tokenizer
+
+    tok = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return Dataset.build(tok.get_vocab_size(), tok)
+
+
 class Batches:
     """Windows of training tokens, spread evenly over the text: `taken` is the position, and all the state there is.
 

@@ -28,13 +28,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from demo_data import Batches, Dataset
+from demo_data import Batches, dataset_of
 from demo_export import DEFAULT_OUT
 from demo_format import load_folder
 from demo_model import Model, UsageError
 from draft_format import export, load_drafter, make_drafter
 from draft_model import DraftConfig, DraftLM, EagleHead, agreement
-from tokenizers import Tokenizer
 from torch import Tensor
 from train_loop import Journal, Muon, is_muon, save_atomically
 
@@ -186,12 +185,6 @@ class DraftTrainer:
         return copy.eval()
 
 
-def dataset(folder: Path) -> Dataset:
-    """The demo model's text under its own tokenizer."""
-    tok = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return Dataset.build(tok.get_vocab_size(), tok)
-
-
 def finished_run(kind: str, work: Path) -> dict[str, Any]:
     """work/KIND.pt, as `train` left it."""
     source = work / f"{kind}.pt"
@@ -206,7 +199,7 @@ def train(kind: str, opt: DraftOptions, demo: Path, work: Path, go_on: bool = Fa
     torch.set_num_threads(opt.threads)
     earlier = finished_run(kind, work) if go_on else None
     work.mkdir(parents=True, exist_ok=True)
-    data = dataset(demo)
+    data = dataset_of(demo)
     run = DraftTrainer(kind, opt, teacher_of(demo, torch.bfloat16), data.train, earlier)
     journal = Journal(work / f"{kind}.jsonl")
     journal.note(event="start", kind=kind, parameters=sum(p.numel() for p in run.model.parameters()))
@@ -224,7 +217,7 @@ def train(kind: str, opt: DraftOptions, demo: Path, work: Path, go_on: bool = Fa
 
 def measure(drafter: DraftLM | EagleHead, demo: Path, context: int = 512, steps: int = 3) -> dict[str, Any]:
     """Held-out agreement with the demo model in float32, over a quarter of the held-out text."""
-    held = torch.from_numpy(np.concatenate(dataset(demo).held).astype(np.int64))
+    held = torch.from_numpy(np.concatenate(dataset_of(demo).held).astype(np.int64))
     return {"context": context, **agreement(drafter, teacher_of(demo, torch.float32), held, context, steps, 40_000)}
 
 

@@ -26,13 +26,12 @@ from typing import Any
 
 import torch
 from demo_check import evaluate
-from demo_data import Batches, Dataset
+from demo_data import Batches, dataset_of
 from demo_export import DEFAULT_OUT, write_json
 from demo_format import is_fp8, load_folder, quantize_blocks, read_folder
 from demo_model import Config, Model, UsageError
 from indexer_model import IndexConfig, SparseModel, Stage, go_sparse, to_hf, warm_up
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
 from torch import Tensor
 from train_loop import Journal, save_atomically
 
@@ -119,18 +118,12 @@ class IndexerTrainer:
         }
 
 
-def dataset(demo: Path) -> Dataset:
-    """The demo model's text under its own tokenizer."""
-    tok = Tokenizer.from_file(str(demo / "tokenizer.json"))
-    return Dataset.build(tok.get_vocab_size(), tok)
-
-
 def train(opt: IndexerOptions, demo: Path, work: Path) -> None:
     """Both stages; writes work/indexer.pt and work/indexer.jsonl."""
     torch.set_num_threads(opt.threads)
     work.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    run = IndexerTrainer(opt, load_folder(demo)[1], dataset(demo).train)
+    run = IndexerTrainer(opt, load_folder(demo)[1], dataset_of(demo).train)
     journal = Journal(work / "indexer.jsonl")
     run.run(warm_up, opt.warmup_steps, journal)
     run.run(go_sparse, opt.sparse_steps, journal)
@@ -198,7 +191,7 @@ def load_indexed(folder: Path) -> SparseModel:
 
 def measure(folder: Path, demo: Path, context: int) -> dict[str, Any]:
     """Held-out losses of an exported folder: where queries read all tokens, and where they read what is chosen."""
-    sparse, held = load_indexed(folder), dataset(demo).held
+    sparse, held = load_indexed(folder), dataset_of(demo).held
     found: dict[str, Any] = {"context": context}
     for name, top in (("dense", None), ("sparse", sparse.index.index_topk)):
         sparse.set_mode(top=top, learns=False)
