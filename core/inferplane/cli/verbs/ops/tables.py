@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 PLAN_DTYPES = {"float32", "bfloat16", "float16"}
 """A kernel that takes all of them has no dtype requirement."""
 UNVERIFIED = "unverified"
+NAME_SHARE = 0.28
+"""Most of the terminal's width that a column of names takes: longer names wrap, so that the columns behind it fit."""
 
 
 def show_meanings(ops: list[dict[str, Any]], screen: Screen) -> None:
     """Print every op with its meaning."""
-    table = _table("op", "", wide=("meaning",))
+    table = _table(screen, "op", "", wide=("meaning",))
     for op in ops:
         table.add_row(op["op"], _hot(op), op["meaning"].replace("`", ""))
     screen.show(table)
@@ -29,7 +31,7 @@ def show_meanings(ops: list[dict[str, Any]], screen: Screen) -> None:
 
 def show_kernels(data: dict[str, Any], screen: Screen) -> None:
     """Print the kernels of one device, op by op."""
-    table = _table("op", "", f"kernels on {data['device']}", "rank", "evidence", wide=("takes only",))
+    table = _table(screen, "op", "", f"kernels on {data['device']}", "rank", "evidence", wide=("takes only",))
     for op in data["ops"]:
         if not op["kernels"]:
             without = Text("none: its reference runs", "bold red") if op["hot"] else Text("none: its body runs", "dim")
@@ -65,7 +67,7 @@ def show_one(op: dict[str, Any], screen: Screen) -> None:
     devices: dict[tuple[str, int, str, str], list[str]] = {}
     for k in op["kernels"]:
         devices.setdefault((k["kernel"], k["rank"], k["evidence"], _only(k).plain), []).append(k["device"])
-    table = _table("kernel", "rank", "evidence", wide=("takes only", "on"))
+    table = _table(screen, "kernel", "rank", "evidence", wide=("takes only", "on"))
     for (kernel, rank, evidence, only), where in devices.items():
         table.add_row(kernel, str(rank), _level({"evidence": evidence}), Text(only, "dim"), ", ".join(where))
     screen.show(table)
@@ -90,11 +92,15 @@ def reflow(doc: str, width: int) -> Iterator[str]:
             yield ""
 
 
-def _table(*narrow: str, wide: tuple[str, ...]) -> Table:
-    """A table whose `narrow` columns never wrap, followed by `wide` columns that do."""
+def _table(screen: Screen, *narrow: str, wide: tuple[str, ...]) -> Table:
+    """A table whose `narrow` columns wrap only for names longer than their share, followed by `wide` ones that wrap."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    most = int(NAME_SHARE * screen.out.width)
     for head in narrow:
-        table.add_column(head, no_wrap=True, justify="right" if head == "rank" else "left")
+        if head == "rank":
+            table.add_column(head, no_wrap=True, justify="right")
+        else:
+            table.add_column(head, max_width=most, overflow="fold")
     for head in wide:
         table.add_column(head, overflow="fold")
     return table
